@@ -1,0 +1,1 @@
+"""GGUF files: everything a model needs, from the file alone."""

@@ -1,0 +1,3 @@
+from metalctl.cli import main
+
+raise SystemExit(main())
