@@ -9,7 +9,6 @@ from typing import Annotated
 import typer
 
 from metalctl.app import app
-from metalctl.commands import doctor  # noqa: F401  (each module registers its command when it is imported)
 from metalctl.engine.errors import MetalctlError, UsageError
 from metalctl.output import Output
 from metalctl.version import __version__
