@@ -3,7 +3,12 @@
     MetalctlError                      1   expected failure
     ├── UsageError                     2   the command or request was put wrongly
     ├── ModelNotFoundError             3   no such model, file, revision or tag
+    │   ├── TagNotFoundError           3   the repository is there, but not in that quantisation
+    │   ├── AmbiguousTagError          3   several of its models fit what was asked for
     │   └── NotCachedError             3   offline, and what was asked for is not here
+    │       ├── RevisionNotCachedError 3   only other revisions of it are
+    │       ├── IncompleteModelError   3   only some of its files are
+    │       └── TagNotCachedError      3   only other quantisations of it are
     ├── HubError                       4   network or hub: unreachable, refused, limited, cut off
     ├── CheckpointError                1   a model file that is broken
     │   └── UnsupportedModelError      1   a sound file that this version cannot run
@@ -42,8 +47,28 @@ class ModelNotFoundError(MetalctlError):
     type = "model_not_found"
 
 
+class TagNotFoundError(ModelNotFoundError):
+    type = "tag_not_found"
+
+
+class AmbiguousTagError(ModelNotFoundError):
+    type = "ambiguous_tag"
+
+
 class NotCachedError(ModelNotFoundError):
     type = "not_cached"
+
+
+class RevisionNotCachedError(NotCachedError):
+    type = "revision_not_cached"
+
+
+class IncompleteModelError(NotCachedError):
+    type = "incomplete_model"
+
+
+class TagNotCachedError(NotCachedError):
+    type = "tag_not_cached"
 
 
 class HubError(MetalctlError):
