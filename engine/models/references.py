@@ -103,7 +103,7 @@ def parse(text: str, exists: Callable[[str], bool] = lambda _: False) -> Referen
 
 
 def expand(reference: Reference, aliases: Mapping[str, str]) -> Reference:
-    """Replace an alias by what it stands for; a tag or revision given with it wins. Other references come back as given.
+    """Replace an alias by what it stands for; a tag or revision given with it wins. Others come back as given.
 
     Raises UsageError if an alias stands for itself or for another alias that does not end.
     """
@@ -113,9 +113,7 @@ def expand(reference: Reference, aliases: Mapping[str, str]) -> Reference:
             raise UsageError(f"The alias {seen[0]!r} stands for itself: {' -> '.join([*seen, seen[0]])}.")
         seen.append(reference.name.lower())
         meant = parse(target)
-        reference = replace(
-            meant, tag=reference.tag or meant.tag, revision=reference.revision or meant.revision
-        )
+        reference = replace(meant, tag=reference.tag or meant.tag, revision=reference.revision or meant.revision)
     return reference
 
 
@@ -158,7 +156,9 @@ def _checked(reference: Reference, text: str) -> Reference:
     if not pattern.fullmatch(name) or ".." in name or name.endswith((".", "-", ".git")):
         raise UsageError(f"{text!r} is not a model reference: {name!r} is no name of a repository or package.", GRAMMAR)
     if reference.tag and not _TAG.fullmatch(reference.tag):
-        raise UsageError(f"{reference.tag!r} in {text!r} is not a quantisation.", "Tags look like Q4_K_M, F16 or MXFP4.")
+        raise UsageError(
+            f"{reference.tag!r} in {text!r} is not a quantisation.", "Tags look like Q4_K_M, F16 or MXFP4."
+        )
     if reference.revision and not _REVISION.fullmatch(reference.revision):
         raise UsageError(f"{reference.revision!r} in {text!r} is not a revision.", "Give a branch, a tag or a commit.")
     return reference

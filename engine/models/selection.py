@@ -25,7 +25,9 @@ _SIDE_FILES = re.compile(
     r"|\d+_[A-Za-z0-9]+/[^/]+\.(json|safetensors)",  # stages of an embedding model
     re.IGNORECASE,
 )
-_NOT_NEEDED = re.compile(r"(?:.*/)?\.[^/]*|training_args[^/]*|trainer_state\.json|README.*|eval[^/]*\.json", re.IGNORECASE)
+_NOT_NEEDED = re.compile(
+    r"(?:.*/)?\.[^/]*|training_args[^/]*|trainer_state\.json|README.*|eval[^/]*\.json", re.IGNORECASE
+)
 _PICKLED = re.compile(r"[^/]+\.(bin|pt|pth|ckpt|pkl)", re.IGNORECASE)
 
 
