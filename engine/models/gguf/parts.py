@@ -20,7 +20,7 @@ def part_names(name: str) -> list[str]:
 
 
 def split_parts(path: Path) -> list[Path]:
-    """All files of the model that `path` is (a part of). Raises ModelNotFoundError naming the parts that are missing."""
+    """All files of the model that `path` is a part of. Raises ModelNotFoundError naming the missing ones."""
     parts = [path.with_name(name) for name in part_names(path.name)]
     missing = [part.name for part in parts if not part.is_file()]
     if missing and len(parts) > 1:
@@ -50,10 +50,7 @@ def read_headers(paths: list[Path]) -> list[Header]:
 
 
 def merge_headers(headers: list[Header]) -> Header:
-    """One header for the whole model: the first part's metadata, the tensors of all.
-
-    Offsets keep counting inside each part; `tensor_sources` says which.
-    """
+    """One header for the whole model: the first part's metadata, the tensors of all. Offsets count inside each part."""
     first = headers[0]
     if len(headers) == 1:
         return first
@@ -68,18 +65,18 @@ def merge_headers(headers: list[Header]) -> Header:
 
 def _check_parts(headers: list[Header]) -> None:
     for number, header in enumerate(headers):
-        count, index = header.get("split.count", int), header.get("split.no", int)
+        count, index = header.get("split.count", int, 0), header.get("split.no", int, -1)
         if (count, index) != (len(headers), number):
             raise CheckpointError(
-                f"{header.name} does not belong here: it says that it is part {None if index is None else index + 1} of "
-                f"{count}, not part {number + 1} of {len(headers)}.",
+                f"{header.name} does not belong here: it says that it is part {(index or 0) + 1} of {count}, "
+                f"not part {number + 1} of {len(headers)}.",
                 "Download this part again.",
             )
     expected = {header.get("split.tensors.count", int) for header in headers}
     found = sum(len(header.tensors) for header in headers)
     if expected != {found}:
         raise CheckpointError(
-            f"The parts of {headers[0].name} are not of one model: they announce {sorted(map(str, expected))} tensors in "
-            f"all, and have {found}.",
+            f"The parts of {headers[0].name} are not of one model: they have {found} tensors in all, and announce "
+            f"{' or '.join(sorted(map(str, expected)))}.",
             "Download all parts again, at one revision.",
         )

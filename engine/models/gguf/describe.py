@@ -1,0 +1,72 @@
+"""What a GGUF header tells about its model, without any weights."""
+
+from collections import Counter
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from metalctl.engine.models.gguf.quants import Precision, explain
+from metalctl.engine.models.gguf.reader import Header
+
+
+@dataclass(frozen=True, slots=True)
+class TypeShare:
+    """The tensors of one block type: how many, bytes in the file, number of values, and how matrices of it are loaded."""
+
+    type: str
+    tensors: int
+    bytes: int
+    values: int
+    loaded_as: str
+
+
+def quantisation_mix(header: Header, precision: Precision = "size") -> list[TypeShare]:
+    """The block types in the file, largest share first."""
+    tensors, sizes, values = Counter[Any](), Counter[Any](), Counter[Any]()
+    for info in header.tensors:
+        tensors[info.type] += 1
+        sizes[info.type] += info.nbytes
+        values[info.type] += info.size
+    return [
+        TypeShare(kind.name, tensors[kind], size, values[kind], explain(kind, precision))
+        for kind, size in sizes.most_common()
+    ]
+
+
+def describe(header: Header, precision: Precision = "size") -> dict[str, Any]:
+    """Facts for `show`: sizes in bytes, counts, and None for what the file does not say."""
+    architecture = header.get("general.architecture", str)
+    values = sum(info.size for info in header.tensors)
+    size = sum(info.nbytes for info in header.tensors)
+    templates = [key for key in header.metadata if key.startswith("tokenizer.chat_template")]
+    return {
+        "architecture": architecture,
+        "name": header.get("general.name", str),
+        "licence": header.get("general.license", str),
+        "parameters": values,
+        "bits_per_weight": round(8 * size / values, 2) if values else None,
+        "weights_bytes": size,
+        "tensors": len(header.tensors),
+        "context_length": _architecture_number(header, "context_length"),
+        "layers": _architecture_number(header, "block_count"),
+        "hidden_size": _architecture_number(header, "embedding_length"),
+        "vocabulary": _length(header, "tokenizer.ggml.tokens"),
+        "tokenizer": header.get("tokenizer.ggml.model", str),
+        "pre_tokenizer": header.get("tokenizer.ggml.pre", str),
+        "chat_template": bool(templates),
+        "chat_templates": sorted(_template_name(key) for key in templates if key != "tokenizer.chat_templates"),
+        "split_parts": header.get("split.count", int) or 1,
+        "quantisation": [asdict(share) for share in quantisation_mix(header, precision)],
+    }
+
+
+def _architecture_number(header: Header, key: str) -> int | None:
+    return header.get(f"{header.metadata.get('general.architecture')}.{key}", int)
+
+
+def _length(header: Header, key: str) -> int | None:
+    value = header.metadata.get(key)
+    return len(value) if isinstance(value, list) else None
+
+
+def _template_name(key: str) -> str:
+    return key.removeprefix("tokenizer.chat_template").removeprefix(".") or "default"
