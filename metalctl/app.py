@@ -1,33 +1,46 @@
 """The application object, and the options that every command has.
 
 A command is a function whose first parameter is an `Invocation`. `@command()` registers it and adds the shared options
-(`--json`, `--offline`, `-q`, `-v`, `--debug`), so that they may stand before or after the command's own arguments.
+(`--json`, `--offline`, `-q`, `-v`, `--debug`), so that they may stand before or after the command's name.
 """
 
 import inspect
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import wraps
 from typing import Annotated, Any
 
 import typer
 
 from metalctl.output import Output
+from metalctl.settings import Settings
 
-EXIT_CODES = """\
+EPILOG = """\
+Every option has an environment variable: METALCTL_OFFLINE, METALCTL_CHAT_TEMPERATURE and so on. It comes after the
+option itself and before config.toml.
+
 Exit codes: 0 ok, 1 expected failure, 2 usage, 3 model not found (or not cached while offline), 4 network or hub,
 5 does not fit in memory, 70 internal error, 130 interrupted."""
 
 app = typer.Typer(
     name="metalctl",
     add_completion=False,
-    no_args_is_help=True,
+    invoke_without_command=True,  # the callback prints the help
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"], "auto_envvar_prefix": "METALCTL"},
-    epilog=EXIT_CODES,
+    epilog=EPILOG,
 )
+
+
+@dataclass
+class Run:
+    """What one run of the program shares with its command through the parser's context."""
+
+    output: Output = field(default_factory=Output)
+    settings: Settings = field(default_factory=Settings)
+    debug: bool = False
 
 
 @dataclass(frozen=True)
@@ -37,14 +50,21 @@ class Invocation:
     output: Output
     offline: bool
     debug: bool
+    settings: Settings = field(default_factory=Settings)
 
+
+JsonFlag = Annotated[bool, typer.Option("--json", help="JSON on stdout, and nothing else there.")]
+OfflineFlag = Annotated[bool, typer.Option("--offline", help="Use only what is cached; open no connection.")]
+QuietFlag = Annotated[bool, typer.Option("--quiet", "-q", help="No progress, notes or warnings.")]
+VerboseCount = Annotated[int, typer.Option("--verbose", "-v", count=True, help="Say more; twice for most.")]
+DebugFlag = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
 
 _SHARED: dict[str, Any] = {
-    "json": Annotated[bool, typer.Option("--json", help="JSON on stdout, and nothing else there.")],
-    "offline": Annotated[bool, typer.Option("--offline", help="Use only what is cached; open no connection.")],
-    "quiet": Annotated[bool, typer.Option("--quiet", "-q", help="No progress, notes or warnings.")],
-    "verbose": Annotated[int, typer.Option("--verbose", "-v", count=True, help="Say more; twice for most.")],
-    "debug": Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")],
+    "json": JsonFlag,
+    "offline": OfflineFlag,
+    "quiet": QuietFlag,
+    "verbose": VerboseCount,
+    "debug": DebugFlag,
 }
 
 
@@ -53,25 +73,38 @@ def command(name: str, **settings: Any) -> Callable[[Callable[..., None]], Calla
 
     def register(function: Callable[..., None]) -> Callable[..., None]:
         own = list(inspect.signature(function, eval_str=True).parameters.values())[1:]
-        shared = [
-            inspect.Parameter(f"shared_{key}", inspect.Parameter.KEYWORD_ONLY, default=0 if key == "verbose" else False,
-                              annotation=annotation)
-            for key, annotation in _SHARED.items()
-        ]  # fmt: skip
         own = [parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY) for parameter in own]
+        shared = [_keyword(key, 0 if key == "verbose" else False, annotation) for key, annotation in _SHARED.items()]
+        context = inspect.Parameter("parser_context", inspect.Parameter.KEYWORD_ONLY, annotation=typer.Context)
 
         @wraps(function)
-        def run(**values: Any) -> None:
-            flags = {key: values.pop(f"shared_{key}") for key in _SHARED}
-            output = Output(flags["json"], flags["quiet"], flags["verbose"], name)
-            offline = flags["offline"] or offline_by_environment()
-            function(Invocation(output, offline, flags["debug"]), **values)
+        def run(parser_context: typer.Context, **values: Any) -> None:
+            flags = {key: values.pop(key) for key in _SHARED}
+            function(_invocation(name, parser_context, flags), **values)
 
-        run.__signature__ = inspect.Signature(own + shared)  # type: ignore[attr-defined]
+        run.__signature__ = inspect.Signature([context, *own, *shared])  # type: ignore[attr-defined]
         app.command(name, **settings)(run)
         return function
 
     return register
+
+
+def _keyword(name: str, default: Any, annotation: Any) -> inspect.Parameter:
+    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
+
+
+def _invocation(name: str, context: typer.Context, flags: dict[str, Any]) -> Invocation:
+    """The shared options as given before the command's name, after it, or both."""
+    run = context.find_object(Run) or Run()
+    before = context.parent.params if context.parent else {}
+    output = run.output
+    output.command = name
+    output.json = bool(flags["json"] or before.get("json"))
+    output.quiet = bool(flags["quiet"] or before.get("quiet"))
+    output.verbose = flags["verbose"] + (before.get("verbose") or 0)
+    run.debug = bool(flags["debug"] or before.get("debug"))
+    offline = bool(flags["offline"] or before.get("offline")) or offline_by_environment()
+    return Invocation(output, offline, run.debug, run.settings)
 
 
 def offline_by_environment() -> bool:

@@ -1,16 +1,20 @@
 """The program's entry: commands are collected here, and errors become messages and exit codes here and nowhere else."""
 
+import io
 import os
 import sys
 import traceback
 from collections.abc import Sequence
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
-from metalctl.app import app
+from metalctl.app import DebugFlag, JsonFlag, OfflineFlag, QuietFlag, Run, VerboseCount, app, truthy
+from metalctl.commands import chat  # noqa: F401  (importing a command registers it)
 from metalctl.engine.errors import MetalctlError, UsageError
 from metalctl.output import Output
+from metalctl.parser import build_parser, default_map
+from metalctl.settings import Settings, load_settings
 from metalctl.version import __version__
 
 # Typer's own parse errors share this base; it is not exported under a name of its own.
@@ -20,74 +24,120 @@ INTERRUPTED = 130
 INTERNAL = 70
 
 
+class Interrupted(MetalctlError):
+    exit_code = INTERRUPTED
+    type = "interrupted"
+
+
+class InternalError(MetalctlError):
+    exit_code = INTERNAL
+    type = "internal"
+
+
 @app.callback()
 def root(
-    version: Annotated[bool, typer.Option("--version", help="Print the version and exit.", is_eager=True)] = False,
+    context: typer.Context,
+    version: Annotated[bool, typer.Option("--version", help="Print the version and exit.")] = False,
+    json: JsonFlag = False,
+    offline: OfflineFlag = False,
+    quiet: QuietFlag = False,
+    verbose: VerboseCount = 0,
+    debug: DebugFlag = False,
 ) -> None:
     """Run language models on this machine: Metal, CUDA or a plain CPU, from Hugging Face, ModelScope or disk."""
+    if version:
+        _print_version(Output(json=json, command="version"))
+        raise typer.Exit
+    if context.invoked_subcommand is None:
+        sys.stdout.write(context.get_help() + "\n")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command line and return its exit code. Never raises, never prints a traceback without `--debug`."""
     arguments = list(sys.argv[1:] if arguments is None else arguments)
-    output = Output(json="--json" in arguments, command=next((a for a in arguments if not a.startswith("-")), ""))
+    run = _first_guess(arguments)
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")  # a terminal that is not UTF-8 gets "?", not a crash
     try:
-        return _run(arguments, output)
+        return _run(arguments, run)
     except BrokenPipeError:
         # The reader went away (`| head`); give the interpreter's last flush somewhere to go.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
 
 
-def _run(arguments: list[str], output: Output) -> int:
-    debug = "--debug" in arguments
+def _first_guess(arguments: list[str]) -> Run:
+    """How to report an error that comes before the options have been parsed."""
+    flags = arguments[: arguments.index("--")] if "--" in arguments else arguments
+    json = "--json" in flags or truthy(os.environ.get("METALCTL_JSON"))
+    command = next((argument for argument in flags if not argument.startswith("-")), "")
+    return Run(Output(json=json, command=command), debug="--debug" in flags or truthy(os.environ.get("METALCTL_DEBUG")))
+
+
+def _run(arguments: list[str], run: Run) -> int:
     try:
-        if "--version" in arguments[:2]:
-            return _print_version(output)
-        code = app(arguments, prog_name="metalctl", standalone_mode=False)
+        code = _parse_and_call(arguments, run)
         sys.stdout.flush()
-        return code if isinstance(code, int) else 0
+        return code
     except typer.Exit as exit_:
         return exit_.exit_code
     except (KeyboardInterrupt, typer.Abort):
-        if output.json:
-            output.error(MetalctlError("interrupted"))
-        return INTERRUPTED
+        return _interrupted(run)
     except _ParseError as error:
-        return _fail(_from_parser(error), output, debug)
+        return _fail(_from_parser(error, run.settings), run)
     except MetalctlError as error:
-        return _fail(error, output, debug)
+        return _fail(error, run)
     except BrokenPipeError:
         raise
     except Exception as error:  # noqa: BLE001  the boundary: whatever else escapes is our bug, and is said to be one
-        return _internal(error, output, debug)
+        return _internal(error, run)
 
 
-def _print_version(output: Output) -> int:
-    if output.json:
-        output.command = "version"
-        output.result({"version": __version__, "python": sys.version.split()[0]})
-    else:
-        output.text(f"metalctl {__version__}")
-    return 0
+def _parse_and_call(arguments: list[str], run: Run) -> int:
+    parser = build_parser()
+    asks_for_help = bool({"-h", "--help", "--version"} & set(arguments))  # which a broken config.toml must not prevent
+    run.settings = Settings() if asks_for_help else load_settings()
+    defaults = default_map(parser, run.settings)
+    code = parser.main(arguments, prog_name="metalctl", standalone_mode=False, obj=run, default_map=defaults)
+    return int(code or 0)
 
 
-def _from_parser(error: Exception) -> UsageError:
+def _print_version(output: Output) -> None:
+    output.result({"version": __version__, "python": sys.version.split()[0]})
+    output.text(f"metalctl {__version__}")
+
+
+def _from_parser(error: Any, settings: Settings) -> UsageError:
     context = getattr(error, "ctx", None)
     path = context.command_path if context else "metalctl"
-    return UsageError(error.format_message(), f"`{path} --help` lists what it takes.")  # type: ignore[attr-defined]
+    hint = f"`{path} --help` lists what it takes."
+    parameter = getattr(error, "param", None)
+    if context and parameter:
+        source = context.get_parameter_source(parameter.name)
+        if source and source.name == "DEFAULT_MAP":
+            hint = f"It is set in {settings.path}."
+        elif source and source.name == "ENVIRONMENT":
+            hint = f"It is set by the environment variable {context.auto_envvar_prefix}_{parameter.name.upper()}."
+    return UsageError(error.format_message(), hint)
 
 
-def _fail(error: MetalctlError, output: Output, debug: bool) -> int:
-    output.error(error)
-    if debug:
+def _interrupted(run: Run) -> int:
+    if run.output.json:
+        run.output.error(Interrupted("interrupted"))
+    return INTERRUPTED
+
+
+def _fail(error: MetalctlError, run: Run) -> int:
+    run.output.error(error)
+    if run.debug:
         traceback.print_exception(error)
     return error.exit_code
 
 
-def _internal(error: Exception, output: Output, debug: bool) -> int:
+def _internal(error: Exception, run: Run) -> int:
     hint = "This is a bug in metalctl. Please report it with the output of the same command under --debug."
-    output.error(MetalctlError(f"internal error: {type(error).__name__}: {error}", hint))
-    if debug:
+    run.output.error(InternalError(f"internal error: {type(error).__name__}: {error}", hint))
+    if run.debug:
         traceback.print_exception(error)
     return INTERNAL
