@@ -17,9 +17,7 @@ def build_parser() -> Any:
     for parser in (root, *_commands(root).values()):
         for option in _options(parser).values():
             option.show_envvar = False
-            option.show_default = (
-                option.show_default and not isinstance(option.default, bool | None) and not option.count
-            )
+            option.show_default = option.show_default and not option.count and not isinstance(option.default, bool)
             option.allow_from_autoenv = option.name not in ("version", "help")
     return root
 

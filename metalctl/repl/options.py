@@ -1,7 +1,7 @@
 """What `/set` can change while a conversation runs."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from metalctl.engine.errors import UsageError
@@ -59,19 +59,12 @@ class ChatOptions:
         key = _ALIASES.get(key, key)
         if key not in _READ:
             raise UsageError(f"there is no setting {name}", f"There are {', '.join(NAMES)}.")
-        if text == "default":
-            value = False if key == "stats" else None
-        else:
-            read, expected = _READ[key]
-            try:
-                value = read(text)
-            except ValueError:
-                raise UsageError(f"{name} cannot be {text!r}; it must be {expected}.") from None
+        value: Any = (False if key == "stats" else None) if text == "default" else _value(key, text)
         if key in ("think", "stats", "markdown"):
             setattr(self, key, value)
             return
         if value is not None:
-            SamplingParams(**{key: value})  # checks the range
+            replace(SamplingParams(), **{key: value})  # checks the range
         self.sampling[key] = value
 
     def listing(self, generation_defaults: Mapping[str, Any]) -> list[tuple[str, str]]:
@@ -83,6 +76,14 @@ class ChatOptions:
             value = chosen if hasattr(self, name) else getattr(params, name)
             rows.append((name, _shown(value) + (" (set)" if chosen not in (None, False, ()) else "")))
         return rows
+
+
+def _value(key: str, text: str) -> Any:
+    read, expected = _READ[key]
+    try:
+        return read(text)
+    except ValueError:
+        raise UsageError(f"{key} cannot be {text!r}; it must be {expected}.") from None
 
 
 def _shown(value: Any) -> str:
