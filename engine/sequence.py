@@ -132,6 +132,7 @@ class Sequence:
     token_ids: list[int]
     params: SamplingParams
     seed: int = 0
+    cache_salt: bytes = b""  # what beside the tokens the cached content depends on: adapter, images
     num_prompt_tokens: int = 0
     num_cached_tokens: int = 0
     num_scheduled_tokens: int = 0
@@ -144,6 +145,7 @@ class Sequence:
     arrival_time: float = field(default_factory=time.perf_counter)
     first_scheduled_time: float | None = None
     first_token_time: float | None = None
+    prompt_logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)  # by position, as far as it is read
 
     def __post_init__(self) -> None:
         self.num_prompt_tokens = self.num_prompt_tokens or len(self.token_ids)

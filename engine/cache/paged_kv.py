@@ -1,0 +1,149 @@
+"""The cache objects that mlx-lm's attention layers are handed: they write to block pools and read from them."""
+
+import mlx.core as mx
+from mlx_lm.models.base import create_causal_mask
+from mlx_lm.models.cache import _BaseCache
+
+from metalctl.engine.cache.forward import Forward, GroupContext
+from metalctl.engine.cache.layout import KVLayer
+
+Mask = mx.array | str | None
+
+
+class PagedKVCache(_BaseCache):  # type: ignore[misc]
+    """One attention layer's K and V of all sequences.
+
+    The pools `keys_pool` and `values_pool` are `[num_blocks * block_size, num_kv_heads, head_dim]`, token-major; block
+    0 is where padding goes. Towards the model this object is an mlx-lm cache: `offset`, `update_and_fetch`,
+    `make_mask`. Only this class rebinds the pools: a second reference to one would turn each write into a copy of all
+    of it.
+    """
+
+    def __init__(self, layer: KVLayer, block_size: int):
+        self.layer = layer
+        self.block_size = block_size
+        self.keys_pool = mx.zeros((0, *layer.key_shape), layer.dtype)
+        self.values_pool = mx.zeros((0, *layer.value_shape), layer.dtype)
+        self._forward: Forward | None = None
+        self._written: tuple[mx.array, mx.array] | None = None
+
+    # -- towards the runner
+
+    @property
+    def pools(self) -> list[mx.array]:
+        return [self.keys_pool, self.values_pool]
+
+    def begin(self, forward: Forward | None) -> None:
+        """Serve this forward until the next call; None lets go of the last one's arrays."""
+        self._forward = forward
+        self._written = None
+
+    def clear(self) -> None:
+        """Give the pools back."""
+        self.keys_pool = self.keys_pool[:0]
+        self.values_pool = self.values_pool[:0]
+
+    def resize(self, num_blocks: int) -> None:
+        """Grow the pools to so many blocks; what they hold stays."""
+        tokens = num_blocks * self.block_size
+        missing = tokens - self.keys_pool.shape[0]
+        if missing > 0:
+            self.keys_pool = _extended(self.keys_pool, missing)
+            self.values_pool = _extended(self.values_pool, missing)
+
+    # -- towards the model
+
+    @property
+    def offset(self) -> int | mx.array:
+        """Tokens in the cache; after `update_and_fetch` the new ones too, as mlx-lm's caches count."""
+        assert self._forward is not None
+        offset = self._forward.offset
+        return offset if self._written is None else offset + self._forward.length
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
+        """Write K and V of the new tokens, `[B, H, L, D]`; return those of all visible tokens, `[B, H, S, D]`."""
+        context = self._context
+        dtype = keys.dtype
+        _write(self.keys_pool, context.write, keys)
+        _write(self.values_pool, context.write, values)
+        if context.length == keys.shape[2] and self._forward.offset == 0:  # type: ignore[union-attr]
+            # Nothing but what was just written.
+            seen = tuple(x.astype(self.layer.dtype).astype(dtype) for x in (keys, values))
+        else:
+            seen = tuple(self._read(pool, context).astype(dtype) for pool in self.pools)
+        self._written = seen  # type: ignore[assignment]
+        return seen  # type: ignore[return-value]
+
+    def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None) -> Mask:
+        """Which visible tokens each of N new tokens attends to, in the forms that mlx-lm's caches return."""
+        forward, context = self._forward, self._context
+        assert forward is not None
+        if forward.batch_size > 1:
+            return _narrowed(context, forward, window_size)
+        window = min(filter(None, (window_size, context.window)), default=None)
+        offset = int(forward.offset) - context.start  # type: ignore[arg-type]
+        if window is not None and offset + N > window:
+            return create_causal_mask(N, offset, window_size=window)
+        if N == 1:
+            return None
+        return create_causal_mask(N, offset) if return_array else "causal"
+
+    def keys_and_values(self) -> tuple[mx.array, mx.array]:
+        """What `update_and_fetch` returned in this forward, for layers that share another layer's K and V."""
+        assert self._written is not None
+        return self._written
+
+    @property
+    def keys(self) -> mx.array | None:
+        return None if self._written is None else self._written[0]
+
+    @property
+    def values(self) -> mx.array | None:
+        return None if self._written is None else self._written[1]
+
+    @property
+    def state(self) -> tuple[mx.array | None, mx.array | None]:
+        return self.keys, self.values
+
+    def empty(self) -> bool:
+        return self._forward is None or (self._forward.batch_size == 1 and self._forward.offset == 0)
+
+    @property
+    def nbytes(self) -> int:
+        return int(self.keys_pool.nbytes + self.values_pool.nbytes)
+
+    # -- inner
+
+    @property
+    def _context(self) -> GroupContext:
+        assert self._forward is not None
+        return self._forward.groups[self.layer.group]
+
+    def _read(self, pool: mx.array, context: GroupContext) -> mx.array:
+        if isinstance(context.read, slice):
+            return pool[context.read].transpose(1, 0, 2)[None]
+        blocks = pool.reshape(-1, self.block_size, *pool.shape[1:])[context.read]
+        batch, count, size, heads, width = blocks.shape
+        tokens = blocks.reshape(batch, count * size, heads, width)
+        tokens = tokens[:, context.skip : context.skip + context.length]
+        return tokens.transpose(0, 2, 1, 3)
+
+
+def _write(pool: mx.array, where: slice | mx.array, new: mx.array) -> None:
+    """Set the pool's token slots `where` to `new` `[B, H, L, D]`, in place where nobody else holds the pool."""
+    batch, heads, length, width = new.shape
+    pool[where] = new.transpose(0, 2, 1, 3).reshape(batch * length, heads, width).astype(pool.dtype)
+
+
+def _extended(pool: mx.array, missing: int) -> mx.array:
+    return mx.concatenate([pool, mx.zeros((missing, *pool.shape[1:]), pool.dtype)])
+
+
+def _narrowed(context: GroupContext, forward: Forward, window_size: int | None) -> Mask:
+    """The batch's mask, narrowed where the model asks for a window of its own on a layer that keeps everything."""
+    if window_size is None or (context.window is not None and context.window <= window_size):
+        return context.mask
+    position = mx.arange(context.length, dtype=mx.int32)
+    assert context.window is None
+    visible = position > mx.array(forward.offset)[:, None] - window_size
+    return context.mask & visible[:, None, None, :]

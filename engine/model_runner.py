@@ -1,0 +1,140 @@
+"""Everything on the device: the one place where the model is called and arrays are evaluated."""
+
+from collections.abc import Sequence as Many
+from dataclasses import dataclass
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from metalctl.engine.cache import forward
+from metalctl.engine.cache.block_manager import BlockManager
+from metalctl.engine.cache.cache_set import CacheSet, decodes_as_batch
+from metalctl.engine.cache.forward import Forward
+from metalctl.engine.cache.layout import CacheLayout
+from metalctl.engine.last_rows import LastRows
+from metalctl.engine.sampler import Logprobs, Sampled, Sampler, logprobs
+from metalctl.engine.scheduler import SchedulerOutput
+from metalctl.engine.sequence import PENDING, Sequence
+
+
+@dataclass(slots=True)
+class InFlight:
+    """A step that the device is working on. `rows` are the sequences that sample, in the order of `sampled`'s rows."""
+
+    rows: list[Sequence]
+    sampled: Sampled | None
+    prompt_logprobs: list[tuple[Sequence, int, Logprobs]]  # (sequence, position of the first, values)
+
+    @property
+    def tokens(self) -> list[int]:
+        """Waits for the device. int `[len(rows)]`."""
+        return [] if self.sampled is None else self.sampled.tokens.tolist()  # type: ignore[return-value]
+
+
+class ModelRunner:
+    """Turns what the scheduler decided into arrays, calls the model, samples, and sends the work to the device.
+
+    `launch` does not wait: a step is built on the tokens of the one before while those are still being computed.
+    """
+
+    def __init__(self, model: nn.Module, layout: CacheLayout, blocks: BlockManager, sampler: Sampler):
+        self.model = model
+        self.blocks = blocks
+        self.sampler = sampler
+        self.caches = CacheSet(layout, blocks.block_size)
+        self.decodes_as_batch = decodes_as_batch(model, layout)
+        self._has_states = layout.has_states
+        self._last_rows = LastRows(model)
+        self._previous: InFlight | None = None
+
+    def launch(self, output: SchedulerOutput) -> InFlight:
+        """Send one step to the device."""
+        self.caches.grow(self.blocks)
+        self.caches.copy(output.restores)
+        logits, rows, prompt = [], [], []
+        if output.decodes:
+            logits.append(self._decode(output.decodes))
+            rows.extend(output.decodes)
+        for sequence in output.prefills:
+            last = self._prefill(sequence, prompt)
+            if sequence.samples:
+                logits.append(last)
+                rows.append(sequence)
+        sampled = self._sample(logits, rows)
+        self.caches.copy(output.checkpoints)
+        arrays = [*(sampled.arrays if sampled else []), *(a for _, _, values in prompt for a in values.arrays)]
+        mx.async_eval(*arrays, *self.caches.arrays)
+        self._previous = InFlight(rows, sampled, prompt)
+        return self._previous
+
+    def reset(self) -> None:
+        """Forget the step under way and empty the pools, after a step that failed."""
+        self._previous = None
+        self.caches.clear()
+
+    # -- forwards
+
+    def _decode(self, sequences: Many[Sequence]) -> mx.array:
+        """Logits `[B, V]` of the token after each sequence's last."""
+        tokens = self._last_tokens(sequences)
+        if len(sequences) == 1 or not self.decodes_as_batch:
+            rows = [self._call(tokens[i : i + 1, None], self._single(s)) for i, s in enumerate(sequences)]
+            return rows[0] if len(rows) == 1 else mx.concatenate(rows)
+        tables = [self.blocks.tables(sequence) for sequence in sequences]
+        slots = [self.blocks.slot(sequence) for sequence in sequences] if self._has_states else None
+        offsets = [sequence.num_cached_tokens for sequence in sequences]
+        step = forward.batch(self.blocks.groups, tables, self.blocks.block_size, offsets, slots)
+        return self._call(tokens[:, None], step)
+
+    def _prefill(self, sequence: Sequence, prompt: list[tuple[Sequence, int, Logprobs]]) -> mx.array:
+        """Logits `[1, V]` after the scheduled tokens of one sequence; prompt log-probabilities on the way."""
+        start = sequence.num_cached_tokens
+        end = start + sequence.num_scheduled_tokens
+        tokens = mx.array([sequence.token_ids[start:end]], mx.int32)
+        wanted = sequence.params.prompt_logprobs
+        targets = sequence.token_ids[start + 1 : min(end + 1, sequence.num_prompt_tokens)]
+        if wanted is None or not targets:
+            return self._call(tokens, self._single(sequence))
+        logits = self._call(tokens, self._single(sequence), all_rows=True)
+        values = logits[: len(targets)].astype(mx.float32)
+        none = mx.zeros((len(targets), 0), mx.int32)
+        prompt.append((sequence, start + 1, logprobs(values, mx.array(targets, mx.int32), wanted, none)))
+        return logits[-1:]
+
+    def _single(self, sequence: Sequence) -> Forward:
+        slot = self.blocks.slot(sequence) if self._has_states else None
+        tables = self.blocks.tables(sequence)
+        offset, length = sequence.num_cached_tokens, sequence.num_scheduled_tokens
+        return forward.single(self.blocks.groups, tables, self.blocks.block_size, offset, length, slot)
+
+    def _call(self, tokens: mx.array, step: Forward, all_rows: bool = False) -> mx.array:
+        """One call of the model on `tokens` `[B, L]`: logits `[B, V]` of the last position, or `[L, V]` of all."""
+        self._last_rows.active = not all_rows
+        logits = self.caches.call(self.model, tokens, step)
+        logits = logits[0] if all_rows else logits[:, -1]
+        # Each call by itself, so that a later one's writes find that nobody reads the pools any more.
+        mx.async_eval(logits, *self.caches.arrays)
+        return logits
+
+    def _last_tokens(self, sequences: Many[Sequence]) -> mx.array:
+        """The last token of each sequence, int32 `[B]`, from the step under way where Python has not read it."""
+        known = mx.array([sequence.token_ids[-1] for sequence in sequences], mx.int32)
+        if all(sequence.token_ids[-1] != PENDING for sequence in sequences):
+            return known
+        assert self._previous is not None and self._previous.sampled is not None
+        tokens = self._previous.sampled.tokens
+        if len(sequences) == len(self._previous.rows) and all(map(_same, sequences, self._previous.rows)):
+            return tokens
+        row_of = {id(sequence): row for row, sequence in enumerate(self._previous.rows)}
+        rows = [row_of.get(id(s), 0) if s.token_ids[-1] == PENDING else 0 for s in sequences]
+        return mx.where(known == PENDING, tokens[mx.array(rows, mx.int32)], known)
+
+    def _sample(self, logits: list[mx.array], rows: list[Sequence]) -> Sampled | None:
+        if not rows:
+            return None
+        together = logits[0] if len(logits) == 1 else mx.concatenate(logits)
+        return self.sampler(together, rows, [sequence.num_tokens for sequence in rows])
+
+
+def _same(one: Sequence, other: Sequence) -> bool:
+    return one is other
