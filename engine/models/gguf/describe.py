@@ -10,7 +10,7 @@ from metalctl.engine.models.gguf.reader import Header
 
 @dataclass(frozen=True, slots=True)
 class TypeShare:
-    """The tensors of one block type: how many, bytes in the file, number of values, and how matrices of it are loaded."""
+    """The tensors of one block type: their number, bytes in the file, values, and how matrices of it are loaded."""
 
     type: str
     tensors: int
