@@ -74,9 +74,9 @@ class BlockPool:
             self._free.add(entry, entry + 1)
 
     def publish(self, entry: int, content: bytes) -> bool:
-        """Make an entry in use findable under its content. False where another entry already holds the same."""
-        if content in self._by_hash:
-            return self._by_hash[content] == entry
+        """Make an entry in use findable under its content. False where another holds the same, or it has a name."""
+        if content in self._by_hash or entry in self._hash_of:
+            return self._by_hash.get(content) == entry
         self._by_hash[content] = entry
         self._hash_of[entry] = content
         return True
