@@ -77,9 +77,9 @@ def _first_guess(arguments: list[str]) -> Run:
 
 def _run(arguments: list[str], run: Run) -> int:
     try:
-        code = _parse_and_call(arguments, run)
+        _parse_and_call(arguments, run)
         sys.stdout.flush()
-        return code
+        return 0
     except typer.Exit as exit_:
         return exit_.exit_code
     except (KeyboardInterrupt, typer.Abort):
@@ -94,13 +94,14 @@ def _run(arguments: list[str], run: Run) -> int:
         return _internal(error, run)
 
 
-def _parse_and_call(arguments: list[str], run: Run) -> int:
+def _parse_and_call(arguments: list[str], run: Run) -> None:
     parser = build_parser()
     asks_for_help = bool({"-h", "--help", "--version"} & set(arguments))  # which a broken config.toml must not prevent
     run.settings = Settings() if asks_for_help else load_settings()
     defaults = default_map(parser, run.settings)
-    code = parser.main(arguments, prog_name="metalctl", standalone_mode=False, obj=run, default_map=defaults)
-    return int(code or 0)
+    # Not parser.main(), which has its own mind about interrupts and closed pipes.
+    with parser.make_context("metalctl", arguments, obj=run, default_map=defaults) as context:
+        parser.invoke(context)
 
 
 def _print_version(output: Output) -> None:

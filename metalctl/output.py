@@ -5,7 +5,7 @@ import os
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TextIO
 
 from metalctl.engine.errors import MetalctlError
 
@@ -94,9 +94,7 @@ class Output:
             table.add_column(column, justify="right" if index in right else "left", no_wrap=True)
         for row in rows:
             table.add_row(*row)
-        console = self.stdout
-        width = None if console.is_terminal else 10_000
-        console.print(table, width=width, crop=console.is_terminal)
+        self.stdout.print(table)
 
     def _line(self, record: dict[str, Any]) -> None:
         sys.stdout.write(json.dumps(record, ensure_ascii=False, allow_nan=False) + "\n")
@@ -109,10 +107,16 @@ class Output:
         if console is None or console.file is not target:
             from rich.console import Console
 
-            forced = True if os.environ.get("FORCE_COLOR") else None
-            console = Console(file=target, force_terminal=forced, no_color=bool(os.environ.get("NO_COLOR")) or None)
+            console = Console(file=target, force_terminal=_coloured(target), emoji=False)
+            if not console.is_terminal:
+                console.width = 10_000  # in a pipe nothing is cut
             self._consoles[stream] = console
         return console
+
+
+def _coloured(stream: TextIO) -> bool:
+    """Colours are for terminals, unless FORCE_COLOR says otherwise; rich itself sees to NO_COLOR."""
+    return stream.isatty() or os.environ.get("FORCE_COLOR", "").lower() not in ("", "0", "false")
 
 
 def human_bytes(count: float | None) -> str:

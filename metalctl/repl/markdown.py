@@ -38,6 +38,7 @@ _STYLES = {
     "url": Style(dim=True),
 }
 _DIM = Style(dim=True)
+_CODE_CONTEXT = 60  # lines of a code block that are read to colour its last one
 _HEAD = Style(bold=True, color="magenta")
 
 
@@ -178,6 +179,7 @@ def _style(styles: Styles) -> Style:
 
 def _highlight(console: "Console", lines: list[str], lexer: str) -> list[tuple[str, Style]]:
     """The last of `lines` in colours, read together with those above it."""
+    lines = lines[-_CODE_CONTEXT:]
     if not lexer or not lines[-1].strip():
         return [(lines[-1], Style.null())]
     from rich.syntax import Syntax
