@@ -50,18 +50,18 @@ class Chat:
             messages.pop()
         return turn
 
-    def remark(self, turn: Turn) -> None:
-        """What a person should know about an answer that has ended."""
+    def remark(self, turn: Turn, remedy: str = "") -> None:
+        """What a person should know about an answer that has ended; `remedy` is for a context that fills up."""
         note, params = self.output.note, self.options.params(self.generation_defaults)
         if self.options.stats:
             self.output.stderr.print(statistics(turn), style="dim", highlight=False, soft_wrap=True)
         limit = self.thread.engine.max_model_len
         if turn.context_is_full:
-            self.output.warn(f"the context of {limit} tokens is full: the answer was cut. {_REMEDY}")
+            self.output.warn(f"the context of {limit} tokens is full: the answer was cut. {remedy}".rstrip())
         elif turn.finish_reason is FinishReason.LENGTH:
             note(f"The answer was cut at max_tokens, {params.max_tokens}.")
-        elif turn.context_used >= _NEARLY_FULL:
-            note(f"The context is {turn.context_used:.0%} full, of {limit} tokens. {_REMEDY}")
+        elif remedy and turn.context_used >= _NEARLY_FULL:
+            note(f"The context is {turn.context_used:.0%} full, of {limit} tokens. {remedy}")
         if turn.finish_reason is FinishReason.ABORT:
             note("Stopped; what was said is kept." if turn.text or turn.reasoning else "Stopped.")
         elif not turn.text:
@@ -75,9 +75,6 @@ class Chat:
         except StorageError as error:
             self.remember = False
             self.output.warn(f"{error.message}; this conversation is not kept.")
-
-
-_REMEDY = "/undo takes back the last exchange, /clear starts anew."
 
 
 def timings(turn: Turn) -> dict[str, float | None]:

@@ -13,6 +13,8 @@ from metalctl.settings import state_folder
 if TYPE_CHECKING:
     from prompt_toolkit import PromptSession
 
+_REMEDY = "/undo takes back the last exchange, /clear starts anew."
+
 
 class Repl:
     """A conversation at a terminal. No error ends it, except one that leaves no engine to talk to."""
@@ -44,7 +46,8 @@ class Repl:
 
     def answer(self, text: str) -> None:
         """Send a message and show what comes back."""
-        self.chat.remark(self.chat.say(text, TextDisplay(self.output, renders(self.chat.options.markdown))))
+        turn = self.chat.say(text, TextDisplay(self.output, renders(self.chat.options.markdown)))
+        self.chat.remark(turn, _REMEDY)
 
     def say(self, text: str) -> None:
         """The program's own words, on the terminal but not among the data."""
@@ -84,7 +87,7 @@ class Repl:
 
     def _report(self, error: MetalctlError) -> None:
         if isinstance(error, ContextLengthError):
-            error.hint = "The conversation is as it was. /undo takes back its last exchange, /clear starts anew."
+            error.hint = f"The conversation is as it was. {_REMEDY}"
         self.output.error(error)
         if not self.chat.thread.alive:
             raise error

@@ -46,7 +46,8 @@ class FakeStream:
         limit = min(room, self._params.max_tokens or room)
         said = 0
         for piece in self._pieces:
-            if self._aborted.wait(self._thread.delay) or said + len(piece) > limit:
+            piece = piece[: limit - said]
+            if self._aborted.wait(self._thread.delay) or not piece:
                 break
             said += len(piece)
             yield self._output(piece, said, None)
