@@ -26,7 +26,8 @@ def chat(
     invocation: Invocation,
     reference: Annotated[str | None, typer.Argument(metavar="REF", help="The model.")] = None,
     prompt: Annotated[
-        list[str] | None, typer.Argument(metavar="PROMPT", help="What to ask it. Piped input is put before it.")
+        list[str] | None,
+        typer.Argument(metavar="PROMPT", help="What to ask it; piped input comes before it, and - is that alone."),
     ] = None,
     system: Annotated[str | None, typer.Option("--system", "-s", help="System prompt.")] = None,
     continue_: Annotated[bool, typer.Option("--continue", "-c", help="Go on with the last conversation.")] = False,
@@ -115,17 +116,19 @@ def _model_and_prompt(words: list[str], default: str | None) -> tuple[str | None
 
 def _with_piped_input(prompt: str | None, output: Output) -> str | None:
     """What came in through a pipe, then the prompt. Raises UsageError for a pipe that brings nothing, or no text."""
-    piped = _piped_input(output)
+    piped = _piped_input(output, wanted=prompt == "-")
     if piped is None:
         return prompt
+    prompt = None if prompt == "-" else prompt
     text = "\n\n".join(part for part in (piped.strip("\n"), prompt) if part and part.strip())
     if not text:
         raise UsageError("there is no prompt: standard input is empty.", 'For example: metalctl chat REF "Hello"')
     return text
 
 
-def _piped_input(output: Output) -> str | None:
-    if sys.stdin is None or sys.stdin.isatty():
+def _piped_input(output: Output, wanted: bool) -> str | None:
+    """All of standard input; None when it is closed, or a terminal that nobody `wanted` to be read."""
+    if sys.stdin is None or (sys.stdin.isatty() and not wanted):
         return None
     # A pipe that nobody closes, as some programs leave it to their children, would look like a hang.
     patience = threading.Timer(2.0, output.note, ["Reading standard input; `< /dev/null` says that there is none."])

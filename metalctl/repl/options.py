@@ -74,7 +74,8 @@ class ChatOptions:
         for name in NAMES:
             chosen = getattr(self, name) if hasattr(self, name) else self.sampling.get(name)
             value = chosen if hasattr(self, name) else getattr(params, name)
-            rows.append((name, _shown(value) + (" (set)" if chosen not in (None, False, ()) else "")))
+            marked = chosen is not None and (name, chosen) != ("stats", False)
+            rows.append((name, _shown(value) + (" (set)" if marked else "")))
         return rows
 
 

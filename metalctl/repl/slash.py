@@ -59,9 +59,11 @@ def _retry(repl: "Repl", _argument: str) -> None:
     text = repl.chat.conversation.undo()
     if text is None:
         raise UsageError("there is nothing to retry")
-    repl.answer(text)
-    if len(messages) < len(before):  # it brought nothing
-        messages[:] = before
+    try:
+        repl.answer(text)
+    finally:
+        if len(messages) < len(before):  # it brought nothing
+            messages[:] = before
 
 
 def _undo(repl: "Repl", _argument: str) -> None:
@@ -110,8 +112,8 @@ _Command = Callable[["Repl", str], None]
 
 COMMANDS: dict[str, tuple[str, _Command]] = {
     "/help": ("show this", _help),
-    "/system": ("show the system prompt, set it to TEXT, or remove it with none", _system),
-    "/set": ("show the settings, or set one; the value default forgets it", _set),
+    "/system": ("show the system prompt, or set it; none removes it", _system),
+    "/set": ("show the settings, or set one; default forgets it", _set),
     "/retry": ("answer the last message again", _retry),
     "/undo": ("take back the last exchange", _undo),
     "/save": ("write the conversation to FILE", _save),
@@ -124,8 +126,8 @@ _TAKES = {"/system": "[TEXT]", "/set": "[NAME [VALUE]]", "/save": "FILE", "/load
 ARGUMENTS = {"/set": NAMES, "/save": "path", "/load": "path"}
 HELP = [
     *((f"{name} {_TAKES.get(name, '')}".strip(), summary) for name, (summary, _) in COMMANDS.items()),
-    ("Enter", "send; Alt-Enter, Ctrl-J or \\ at the end of a line go on in a new one"),
+    ("Enter", "send; Alt-Enter, Ctrl-J or a \\ before it: a new line"),
     ('"""', "begins a message of several lines, and ends it"),
     ("Ctrl-C", "stop the answer and keep what it said"),
-    ("Ctrl-R", "search what was typed before; Ctrl-X Ctrl-E opens an editor"),
+    ("Ctrl-R", "search earlier lines; Ctrl-X Ctrl-E opens an editor"),
 ]

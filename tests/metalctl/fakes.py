@@ -5,6 +5,7 @@ seconds before each piece.
 """
 
 import contextlib
+import itertools
 import json
 import os
 import sys
@@ -59,13 +60,14 @@ class FakeStream:
     def _output(
         self, text: str, said: int, reason: FinishReason | None, error: Exception | None = None
     ) -> RequestOutput:
-        cached = len(os.path.commonprefix([self._thread.before, self._prompt]))
+        pairs = zip(self._thread.before, self._prompt, strict=False)
+        cached = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
         usage = Usage(len(self._prompt), said, cached, 0.001, 0.01 if said else None, 0.01 + said / 1000)
         return RequestOutput("fake", text, tuple(map(ord, text)), reason, usage=usage, error=error)
 
 
 class FakeThread:
-    """`replies` are given one after the other, each in pieces of `size` characters, with `delay` seconds before each."""
+    """Gives `replies` one after the other, in pieces of `size` characters, with `delay` seconds before each piece."""
 
     def __init__(self, *replies: str, size: int = 3, delay: float = 0.0, context: int = 10_000):
         self.replies, self.size, self.delay = list(replies), size, delay

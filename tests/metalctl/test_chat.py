@@ -65,6 +65,8 @@ def test_piped_text_comes_before_the_prompt(run: Run) -> None:
     assert run.thread.prompts[0].startswith("user: Bonjour\n\nTranslate.\n")
     run("smollm2", piped=b"Bonjour\n")
     assert run.thread.prompts[0].startswith("user: Bonjour\nassistant")
+    run("smollm2", "-", piped=b"Bonjour\n")
+    assert run.thread.prompts[0].startswith("user: Bonjour\nassistant")
     run("smollm2", "Hello", piped=b"")
     assert run.thread.prompts[0].startswith("user: Hello\nassistant")
 
