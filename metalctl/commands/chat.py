@@ -27,7 +27,7 @@ def chat(
     reference: Annotated[str | None, typer.Argument(metavar="REF", help="The model.")] = None,
     prompt: Annotated[
         list[str] | None,
-        typer.Argument(metavar="PROMPT", help="What to ask it; piped input comes before it, and - is that alone."),
+        typer.Argument(metavar="PROMPT", help="What to ask it, after what is piped in. - is that alone."),
     ] = None,
     system: Annotated[str | None, typer.Option("--system", "-s", help="System prompt.")] = None,
     continue_: Annotated[bool, typer.Option("--continue", "-c", help="Go on with the last conversation.")] = False,
