@@ -153,7 +153,7 @@ _TABLE: tuple[tuple[str, PreTokenizer], ...] = (
             (
                 r"[\r\n]",
                 rf"\s?[{_DEEPSEEK_LETTERS}]+",
-                r"\s?[!-/:-~" + _characters("FF01-FF0F FF1A-FF5E 2018-201F 3000-3002") + "]+",
+                rf"\s?[!-/:-~{_characters('FF01-FF0F FF1A-FF5E 2018-201F 3000-3002')}]+",
                 r"\s+$",
                 _DEEPSEEK_HAN,
                 r"\p{N}+",

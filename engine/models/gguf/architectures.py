@@ -1,0 +1,19 @@
+"""The table of architectures: GGUF's name, and how to make mlx-lm's module of it."""
+
+from metalctl.engine.errors import UnsupportedModelError
+from metalctl.engine.models.gguf.dense import DENSE
+from metalctl.engine.models.gguf.mapping import Architecture
+from metalctl.engine.models.gguf.reader import Header
+
+ARCHITECTURES: dict[str, Architecture] = {**DENSE}
+
+
+def architecture(header: Header) -> Architecture:
+    """Raises UnsupportedModelError when the file's architecture is not in the table."""
+    name = header.architecture
+    if name not in ARCHITECTURES:
+        raise UnsupportedModelError(
+            f"{header.name} is of the architecture {name!r}, which cannot be loaded from GGUF.",
+            f"These can: {', '.join(sorted(ARCHITECTURES))}. The MLX version of the model may work.",
+        )
+    return ARCHITECTURES[name]
