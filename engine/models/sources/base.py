@@ -17,11 +17,15 @@ SPACE_RESERVE = 256 * 2**20  # bytes of a disk that a download leaves free
 
 @dataclass(frozen=True, slots=True)
 class PlannedFile:
-    """A file that a model needs. `size` in bytes, None where the source tells it only while fetching."""
+    """A file that a model needs. `size` in bytes, None where the source tells it only while fetching.
+
+    `digest` is the hash that the source names it by: a sha256, or git's blob id.
+    """
 
     path: str
     size: int | None
     cached: bool
+    digest: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +60,7 @@ class CachedModel:
 
     reference: str
     source: Source
-    format: Format
+    format: Format | None  # None: too little is here to tell
     quantisation: str | None
     size: int
     last_used: float | None
@@ -94,8 +98,8 @@ class Silent:
 class ModelSource(Protocol):
     """A place that models come from."""
 
-    def plan(self, reference: Reference) -> Plan:
-        """Ask the source what it has. Raises ModelNotFoundError or HubError."""
+    def plan(self, reference: Reference, progress: Progress) -> Plan:
+        """Ask the source what it has, and write nothing. Raises ModelNotFoundError or HubError."""
 
     def fetch(self, plan: Plan, progress: Progress) -> Checkpoint:
         """Fetch what `plan` says and is not here. Raises HubError or StorageError; what is left behind never looks

@@ -16,7 +16,7 @@ INDEX = "model.safetensors.index.json"
 class Local:
     """Paths. Nothing is fetched, listed or removed here."""
 
-    def plan(self, reference: Reference) -> Plan:
+    def plan(self, reference: Reference, progress: Progress) -> Plan:
         found = self.find(reference)
         files = tuple(PlannedFile(str(file), file.stat().st_size, True) for file in found.files)
         return Plan(reference, found.format, found.path, files)
@@ -68,6 +68,19 @@ def check_shards(folder: Path, paths: Sequence[str]) -> None:
         raise CheckpointError(f"{index} is not JSON: {error}.", "Fetch the model again.") from error
     if missing := missing_shards(paths, content if isinstance(content, dict) else {}):
         raise CheckpointError(f"{folder} lacks {', '.join(missing)}, which its index names.", "Fetch it again.")
+
+
+def folder_quantisation(folder: Path) -> str | None:
+    """How the weights of a folder are stored, as its config.json tells: `4-bit`, `mxfp4`, or a dtype."""
+    try:
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    quantisation = config.get("quantization") or config.get("quantization_config")
+    if isinstance(quantisation, dict):
+        mode = quantisation.get("mode") or quantisation.get("quant_method")
+        return f"{quantisation['bits']}-bit" if "bits" in quantisation and mode in (None, "affine") else mode
+    return config.get("dtype") or config.get("torch_dtype")
 
 
 def _two_levels(folder: Path) -> list[Path]:

@@ -88,7 +88,7 @@ class PyPI:
     def __init__(self, cache: Path):
         self.root = cache / "pypi"
 
-    def plan(self, reference: Reference) -> Plan:
+    def plan(self, reference: Reference, progress: Progress) -> Plan:
         version = reference.revision
         pinned = PINNED.get((_normal(reference.name), version or ""), ())
         if version and (folder := self._folder(reference.name, version)).is_dir() and _intact(folder, hashes=True):
