@@ -153,7 +153,7 @@ def _require_terminal(output: Output) -> None:
 
 def _starter(output: Output) -> str:
     """Offer the starter model to one who named none. Raises UsageError where nobody can be asked."""
-    offer = f"{STARTER} is the starter: SmolLM2-135M-Instruct, 92 MB, Apache-2.0, needs no account."
+    offer = f"{STARTER} is the starter: SmolLM2-135M-Instruct, 98 MB, Apache-2.0, needs no account."
     hint = f"{offer} `metalctl chat {STARTER}` runs it; `model = ...` in config.toml sets a default."
     if not (output.interactive and sys.stdin.isatty()):
         raise UsageError("no model was named.", hint)

@@ -7,6 +7,7 @@ from metalctl.output import Output
 from metalctl.repl import slash
 from metalctl.repl.chat import Chat
 from metalctl.repl.display import TextDisplay, renders
+from metalctl.repl.keyboard import silent_keyboard
 from metalctl.repl.prompt import CommandCompleter, prompt_session, unquote
 from metalctl.settings import state_folder
 
@@ -46,7 +47,8 @@ class Repl:
 
     def answer(self, text: str) -> None:
         """Send a message and show what comes back."""
-        turn = self.chat.say(text, TextDisplay(self.output, renders(self.chat.options.markdown)))
+        with silent_keyboard():
+            turn = self.chat.say(text, TextDisplay(self.output, renders(self.chat.options.markdown)))
         self.chat.remark(turn, _REMEDY)
 
     def say(self, text: str) -> None:

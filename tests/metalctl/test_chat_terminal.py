@@ -52,6 +52,21 @@ def test_ctrl_c_stops_the_answer_and_keeps_what_it_said() -> None:
     assert messages[3].content == "Second answer"
 
 
+def test_keys_typed_during_an_answer_wait_for_the_next_prompt() -> None:
+    with talk("smollm2", replies=["word " * 100, "Second answer"], delay="0.01") as terminal:
+        terminal.expect(">>> ")
+        terminal.type("hi\r")
+        terminal.expect("word word word")
+        terminal.type("typed ahead")
+        terminal.expect(">>> ")
+        answer = terminal.text.partition("word")[2].rpartition(">>>")[0]
+        assert "typed" not in answer
+        terminal.expect("typed ahead")
+        terminal.type("\r")
+        terminal.expect("Second answer")
+    assert load(last_conversation()).messages[2].content == "typed ahead"
+
+
 def test_ctrl_c_before_the_first_word_takes_the_message_back() -> None:
     with talk("smollm2", replies=["never said", "Second answer"], delay="1000") as terminal:
         terminal.expect(">>> ")
