@@ -71,7 +71,7 @@ class Output:
     def note(self, message: str) -> None:
         """A remark for a person."""
         if not self.quiet:
-            self.stderr.print(message, style="dim", highlight=False, markup=False, soft_wrap=True)
+            self.stderr.print(message, style="dim", highlight=False, markup=False)
 
     def detail(self, message: str) -> None:
         """A remark that only `-v` shows."""

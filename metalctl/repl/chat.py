@@ -54,7 +54,7 @@ class Chat:
         """What a person should know about an answer that has ended; `remedy` is for a context that fills up."""
         note, params = self.output.note, self.options.params(self.generation_defaults)
         if self.options.stats:
-            self.output.stderr.print(statistics(turn), style="dim", highlight=False, soft_wrap=True)
+            self.output.stderr.print(statistics(turn), style="dim", highlight=False)
         limit = self.thread.engine.max_model_len
         if turn.context_is_full:
             self.output.warn(f"the context of {limit} tokens is full: the answer was cut. {remedy}".rstrip())

@@ -50,6 +50,7 @@ class Repl:
         with silent_keyboard():
             turn = self.chat.say(text, TextDisplay(self.output, renders(self.chat.options.markdown)))
         self.chat.remark(turn, _REMEDY)
+        self.say("")
 
     def say(self, text: str) -> None:
         """The program's own words, on the terminal but not among the data."""
