@@ -57,7 +57,7 @@ class Models:
             case "ms":
                 from metalctl.engine.models.sources.modelscope import ModelScope
 
-                return ModelScope(self.token)
+                return ModelScope(self.cache or default_cache(), self.token)
             case _:
                 from metalctl.engine.models.sources.huggingface import HuggingFace
 

@@ -38,6 +38,7 @@ class Plan:
     files: tuple[PlannedFile, ...]
     revision: str | None = None  # the commit
     notes: tuple[str, ...] = ()
+    listing: tuple[PlannedFile, ...] = ()  # all that the revision holds, where the source needs to remember that
 
     @property
     def size(self) -> int | None:

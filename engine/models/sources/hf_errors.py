@@ -21,6 +21,7 @@ from huggingface_hub.utils import parse_ratelimit_headers
 from metalctl.engine.errors import HubError, MetalctlError, ModelNotFoundError, NotCachedError, UsageError
 from metalctl.engine.models.references import Reference
 from metalctl.engine.models.sources.base import Progress, as_storage_error
+from metalctl.engine.models.sources.offline import online
 
 RETRIED_STATUS = (408, 429, 500, 502, 503, 504)
 QUESTION_TRIES = 3  # for what is asked of the hub's API
@@ -111,10 +112,6 @@ def translated(error: BaseException, reference: Reference, cache: Path) -> Metal
         case _:
             hint = "Check the connection and HF_ENDPOINT. What was fetched is kept; pull again to go on."
             return HubError(f"Hugging Face could not be reached for {reference}: {short(error)}.", hint)
-
-
-def online(reference: Reference) -> str:
-    return f"Run `metalctl pull {reference}` while online."
 
 
 def _answered(error: HfHubHTTPError, reference: Reference) -> MetalctlError:

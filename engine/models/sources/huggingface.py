@@ -23,7 +23,6 @@ from huggingface_hub.errors import (
     CacheNotFound,
     HFValidationError,
     HTTPError,
-    IncompleteSnapshotError,
     LocalEntryNotFoundError,
     RevisionResolutionError,
 )
@@ -33,17 +32,12 @@ from huggingface_hub.utils import CachedFileInfo, CachedRevisionInfo, HFCacheInf
 from huggingface_hub.utils._cache_manager import CachedIncompleteFileInfo
 
 from metalctl.engine.errors import (
-    CheckpointError,
-    IncompleteModelError,
     MetalctlError,
     NotCachedError,
-    RevisionNotCachedError,
-    TagNotCachedError,
-    TagNotFoundError,
 )
 from metalctl.engine.models.checkpoint import Checkpoint
 from metalctl.engine.models.references import Reference
-from metalctl.engine.models.selection import GGUFModel, Selection, gguf_models, missing_parts, select
+from metalctl.engine.models.selection import Selection, gguf_models, select
 from metalctl.engine.models.sources.base import (
     CachedModel,
     Plan,
@@ -52,9 +46,10 @@ from metalctl.engine.models.sources.base import (
     require_space,
     storage_errors,
 )
-from metalctl.engine.models.sources.hf_errors import ask, online, translated
+from metalctl.engine.models.sources.hf_errors import ask, translated
 from metalctl.engine.models.sources.hf_transfer import Blob, Transfer
-from metalctl.engine.models.sources.local import checkpoint_in, folder_quantisation
+from metalctl.engine.models.sources.local import folder_quantisation
+from metalctl.engine.models.sources.offline import incomplete, not_cached, whole_in_folder
 
 WORKERS = 4  # files at a time
 
@@ -226,10 +221,10 @@ class HuggingFace:
         chosen = select(paths, reference.tag, reference.name)
         try:
             folder = self._local_snapshot(reference, revision, [escape(path) for path in chosen.files])
-        except IncompleteSnapshotError as error:
-            raise _incomplete(reference, chosen, Path(error.snapshot_path)) from error
-        except LocalEntryNotFoundError as error:
-            raise _incomplete(reference, chosen, self._snapshot(reference.name, revision.resolved)) from error
+        except LocalEntryNotFoundError as error:  # or its IncompleteSnapshotError
+            folder = self._snapshot(reference.name, revision.resolved)
+            missing = [path for path in chosen.files if not (folder / path).exists()]
+            raise incomplete(reference, chosen, folder, missing) from error
         files = tuple(folder / path for path in chosen.files)
         path = files[0] if chosen.format == "gguf" else folder
         return Checkpoint(str(reference), chosen.format, path, files, "hf", revision.resolved)
@@ -240,13 +235,7 @@ class HuggingFace:
             folder = self._local_snapshot(reference, revision, None)
         except LocalEntryNotFoundError as error:
             raise self._not_cached(reference) from error
-        try:
-            found = checkpoint_in(folder, reference)
-        except TagNotFoundError as error:
-            raise TagNotCachedError(error.message, online(reference)) from error
-        except CheckpointError as error:
-            raise IncompleteModelError(error.message, online(reference)) from error
-        return replace(found, source="hf", revision=revision.resolved)
+        return whole_in_folder(folder, reference, "hf", revision.resolved)
 
     def _local_snapshot(self, reference: Reference, revision: ResolvedRevision, patterns: list[str] | None) -> Path:
         found = snapshot_download(
@@ -255,16 +244,10 @@ class HuggingFace:
         return Path(found)
 
     def _not_cached(self, reference: Reference) -> NotCachedError:
-        others = self._cached_commits(reference.name)
-        if others:
-            there = ", ".join(
-                f"{'/'.join(sorted(refs))} ({commit[:12]})" if refs else commit for commit, refs in others.items()
-            )
-            asked = reference.revision or constants.DEFAULT_REVISION
-            return RevisionNotCachedError(
-                f"{reference.name} is here, but not at {asked}; there is {there}.", online(reference)
-            )
-        return NotCachedError(f"{reference} has not been pulled.", online(reference))
+        commits = self._cached_commits(reference.name).items()
+        return not_cached(
+            reference, [f"{'/'.join(sorted(refs))} ({commit[:12]})" if refs else commit for commit, refs in commits]
+        )
 
     def _cached_commits(self, name: str) -> dict[str, frozenset[str]]:
         """Commits of a repository in the cache, with the branches and tags that are known to mean them."""
@@ -348,27 +331,6 @@ def _expected(name: str, commit: str, cache: Path) -> list[str] | None:
 def _model_revisions(scan: HFCacheInfo) -> list[tuple[str, CachedRevisionInfo]]:
     repositories = sorted((repo for repo in scan.repos if repo.repo_type == "model"), key=lambda repo: repo.repo_id)
     return [(repo.repo_id, revision) for repo in repositories for revision in repo.revisions]
-
-
-def _incomplete(reference: Reference, chosen: Selection, snapshot: Path) -> NotCachedError:
-    """Which error it is when not all of `chosen` is in `snapshot`: another quantisation, or a part."""
-    here = [path for path in chosen.files if (snapshot / path).exists()]
-    others = [model.label for model in _complete_models(snapshot) if model.parts != chosen.weights]
-    if chosen.format == "gguf" and others and not any(path in here for path in chosen.weights):
-        wanted = chosen.tag or chosen.weights[0]
-        message = f"{reference.name} is here as {', '.join(sorted(set(others)))}, not as {wanted}."
-        return TagNotCachedError(message, online(reference))
-    missing = [path for path in chosen.files if path not in here]
-    shown = ", ".join(missing[:3]) + (", ..." if len(missing) > 3 else "")
-    message = f"{reference} is only partly here: {len(missing)} of {len(chosen.files)} files are missing ({shown})."
-    return IncompleteModelError(message, f"`metalctl pull {reference}` goes on from where it stopped.")
-
-
-def _complete_models(snapshot: Path) -> list[GGUFModel]:
-    if not snapshot.is_dir():
-        return []
-    paths = [path.relative_to(snapshot).as_posix() for path in snapshot.rglob("*.gguf")]
-    return [model for model in gguf_models(paths) if not missing_parts(model.parts)]
 
 
 def _in_parallel(fetch: Callable[[PlannedFile], None], files: Sequence[PlannedFile], cancelled: Event) -> None:

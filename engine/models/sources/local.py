@@ -50,7 +50,7 @@ class Local:
 
 def checkpoint_in(folder: Path, reference: Reference) -> Checkpoint:
     """The model in a folder. Raises as `select` does, and CheckpointError for shards that its index names."""
-    paths = [path.relative_to(folder).as_posix() for path in _two_levels(folder)]
+    paths = [path.relative_to(folder).as_posix() for path in two_levels(folder)]
     chosen = select(paths, reference.tag, reference.name)
     check_shards(folder, paths)
     files = tuple(folder / path for path in chosen.files)
@@ -83,7 +83,8 @@ def folder_quantisation(folder: Path) -> str | None:
     return config.get("dtype") or config.get("torch_dtype")
 
 
-def _two_levels(folder: Path) -> list[Path]:
+def two_levels(folder: Path) -> list[Path]:
+    """The files in a folder and in the folders directly inside it."""
     files: list[Path] = []
     for entry in folder.iterdir():
         if entry.is_file():
