@@ -178,11 +178,12 @@ class Scheduler:
         return sequence.num_tokens < self.max_model_len
 
     def _chunk_length(self, sequence: Sequence) -> int:
-        """Tokens up to the next absolute multiple of the chunk size, the prompt's last whole block, or the end."""
+        """Tokens up to the next absolute multiple of the chunk size, the prompt's last whole block (before its last
+        token, so that the same prompt hits there), or the end."""
         start = sequence.num_cached_tokens
         end = min(sequence.num_tokens, (start // self.chunk_size + 1) * self.chunk_size)
         if self._cut_at_prompt_end:
-            cut = sequence.num_prompt_tokens // self.blocks.block_size * self.blocks.block_size
+            cut = (sequence.num_prompt_tokens - 1) // self.blocks.block_size * self.blocks.block_size
             if start < cut < end:
                 end = cut
         return end - start
