@@ -1,8 +1,19 @@
 """Attention of a batch of queries over keys and values that lie in blocks of a shared pool."""
 
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, Literal
+
 import mlx.core as mx
 
 from metalctl.kernels import dispatch
+
+SIMD = 32
+SIMDS = 4  # SIMD-groups (warps) of a threadgroup
+SPLITS = (128, 256, 512, 1024, 2048, 4096)  # positions that one threadgroup may be given
+WANTED = {"metal": 512, "cuda": 1024}  # threadgroups that keep a large device busy
+MOST_ROWS = {"metal": 4, "cuda": 8}  # queries that share a load, as far as registers go
+MOST_TILES = 8  # beyond, gathering the keys once is cheaper than reading them for every tile of queries
 
 
 def paged_attention(
@@ -38,7 +49,12 @@ def paged_attention(
     the queries. A query that sees nothing yields zeros.
     """
     arguments = (queries, key_pool, value_pool, block_tables, lengths, scale, window, softcap, sinks, starts)
-    return reference(*arguments)
+    match dispatch.body("paged_attention"):
+        case "reference":
+            return reference(*arguments)
+        case "metal" | "cuda" as device if (plan := make_plan(device, *arguments[:4], window)) is not None:
+            return paged(plan, *arguments)
+    return plain(*arguments)
 
 
 def gather(pool: mx.array, block_tables: mx.array) -> mx.array:
@@ -90,3 +106,156 @@ def reference(
         total = total + mx.exp(sink - top)
     output = (weights @ values) / mx.where(total > 0, total, 1)
     return output.reshape(batch, heads, length, -1).astype(queries.dtype)
+
+
+def plain(
+    queries: mx.array,
+    key_pool: mx.array,
+    value_pool: mx.array,
+    block_tables: mx.array,
+    lengths: mx.array,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+    sinks: mx.array | None,
+    starts: mx.array | None,
+) -> mx.array:
+    """Gathers, then MLX's own attention in the dtype of the queries. For long chunks, and where no body fits."""
+    if softcap is not None:  # MLX's attention has none
+        return reference(queries, key_pool, value_pool, block_tables, lengths, scale, window, softcap, sinks, starts)
+    keys = gather(key_pool, block_tables).astype(queries.dtype)
+    values = gather(value_pool, block_tables).astype(queries.dtype)
+    seen = visible(queries.shape[2], keys.shape[2], lengths, window, starts)
+    sinks = None if sinks is None else sinks.astype(queries.dtype)
+    output = mx.fast.scaled_dot_product_attention(queries, keys, values, scale=scale, mask=seen, sinks=sinks)
+    return mx.where(seen.any(axis=-1, keepdims=True), output, 0)
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """How the kernels cut the work: the numbers that they are compiled for, and the grid."""
+
+    device: Literal["metal", "cuda"]
+    lanes: int  # neighbouring lanes that hold one key between them
+    key_width: int  # elements of a key in a lane
+    value_width: int
+    unroll: int  # keys in flight for each group of lanes
+    rows: int  # queries that share a load
+    tiles: int  # of so many rows
+    split: int  # positions for one threadgroup
+    parts: int  # threadgroups along the context
+
+
+def make_plan(
+    device: Literal["metal", "cuda"],
+    queries: mx.array,
+    key_pool: mx.array,
+    value_pool: mx.array,
+    block_tables: mx.array,
+    window: int | None,
+) -> Plan | None:
+    """The plan for these shapes; None where the kernels do not apply."""
+    batch, heads, length, key_dim = queries.shape
+    _, block_size, kv_heads, value_dim = value_pool.shape
+    floats = (mx.float16, mx.bfloat16, mx.float32)
+    same = key_pool.dtype == value_pool.dtype and key_pool.dtype in floats and queries.dtype in floats
+    widest = max(key_dim, value_dim)
+    if not same or key_dim % 8 or value_dim % 8 or widest > 512:
+        return None
+    key_width = 8 if widest <= 8 * SIMD else 16
+    lanes = 1 << (-(-widest // key_width) - 1).bit_length()
+    most_rows = MOST_ROWS[device] if key_width == 8 else MOST_ROWS[device] // 2
+    queries_of_head = heads // kv_heads * length
+    tiles = -(-queries_of_head // most_rows)
+    if tiles > MOST_TILES:
+        return None
+    context = block_tables.shape[1] * block_size
+    if window is not None:
+        context = min(context, window + length - 1)
+    splits_wanted = max(1, WANTED[device] // (batch * kv_heads * tiles))
+    split = next((size for size in SPLITS if size * splits_wanted >= context), SPLITS[-1])
+    return Plan(
+        device=device,
+        lanes=lanes,
+        key_width=key_width,
+        value_width=key_width,
+        unroll=4 if key_width == 8 and key_pool.dtype.size == 2 else 2,
+        rows=-(-queries_of_head // tiles),
+        tiles=tiles,
+        split=split,
+        parts=-(-context // split),
+    )
+
+
+@cache
+def kernel(device: Literal["metal", "cuda"], section: str) -> Any:
+    """The kernel in a section of this operation's source for `device`. Compiled by MLX when it first runs."""
+    build = mx.fast.metal_kernel if device == "metal" else mx.fast.cuda_kernel
+    sections = dispatch.source("paged_attention.metal" if device == "metal" else "paged_attention.cu")
+    inputs = {
+        "partials": ["queries", "keys", "values", "block_tables", "lengths", "starts", "sinks", "constants"],
+        "merge": ["partial", "stats", "sinks"],
+    }
+    return build(
+        name=f"metalctl_paged_attention_{section}",
+        input_names=inputs[section],
+        output_names=["output", "stats"] if section == "partials" else ["output"],
+        source=sections[section],
+        header=sections["header"],
+    )
+
+
+@cache
+def constants(scale: float, softcap: float) -> mx.array:
+    return mx.array([scale, softcap], dtype=mx.float32)
+
+
+def paged(
+    plan: Plan,
+    queries: mx.array,
+    key_pool: mx.array,
+    value_pool: mx.array,
+    block_tables: mx.array,
+    lengths: mx.array,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+    sinks: mx.array | None,
+    starts: mx.array | None,
+) -> mx.array:
+    """The kernels for Metal and CUDA, cut as `plan` says."""
+    batch, heads, length, key_dim = queries.shape
+    _, block_size, kv_heads, value_dim = value_pool.shape
+    final = plan.parts == 1
+    rows = (batch, heads, length)
+    simds = ("SIMDS" if plan.device == "metal" else "WARPS", SIMDS)
+    logits = mx.zeros((1,), dtype=mx.float32) if sinks is None else sinks.astype(mx.float32)
+    output, stats = kernel(plan.device, "partials")(
+        inputs=[
+            *(queries, key_pool, value_pool, block_tables, lengths),
+            *(lengths if starts is None else starts, logits, constants(scale, softcap or 0.0)),
+        ],
+        template=[
+            *(("T", queries.dtype), ("U", key_pool.dtype), ("OUT", queries.dtype if final else mx.float32)),
+            *(("KEY_DIM", key_dim), ("VALUE_DIM", value_dim), ("BLOCK_SIZE", block_size), ("WINDOW", window or 0)),
+            *(("LANES", plan.lanes), ("KEY_WIDTH", plan.key_width), ("VALUE_WIDTH", plan.value_width)),
+            *(("UNROLL", plan.unroll), ("ROWS", plan.rows), ("SPLIT", plan.split), simds),
+            *(("SOFTCAP", softcap is not None), ("SINKS", sinks is not None), ("STARTS", starts is not None)),
+            ("FINAL", final),
+        ],
+        grid=(kv_heads * plan.tiles * SIMDS * SIMD, plan.parts, batch),
+        threadgroup=(SIMDS * SIMD, 1, 1),
+        output_shapes=[(*rows, plan.parts, value_dim), (*rows, plan.parts, 2)],
+        output_dtypes=[queries.dtype if final else mx.float32, mx.float32],
+    )
+    if final:
+        return output.reshape(*rows, value_dim)
+    (merged,) = kernel(plan.device, "merge")(
+        inputs=[output, stats, logits],
+        template=[("T", queries.dtype), ("VALUE_DIM", value_dim), ("SINKS", sinks is not None), simds],
+        grid=(batch * heads * length * SIMDS * SIMD, 1, 1),
+        threadgroup=(SIMDS * SIMD, 1, 1),
+        output_shapes=[(*rows, value_dim)],
+        output_dtypes=[queries.dtype],
+    )
+    return merged
