@@ -1,0 +1,145 @@
+"""Shows what is fetched: bars on a terminal, events with `--json`, a few lines otherwise."""
+
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from metalctl.output import Output, human_bytes
+
+if TYPE_CHECKING:
+    from rich.progress import Progress as Bars
+    from rich.progress import TaskID
+
+    from metalctl.engine.models.sources.base import Plan, Progress
+
+EVENT_EVERY = 0.5  # seconds between two progress events of one file
+
+
+@contextmanager
+def fetch_progress(output: Output) -> Iterator["Progress"]:
+    """A Progress that tells `output` what is fetched, until the block ends."""
+    progress = _Terminal(output) if output.interactive else _Lines(output)
+    try:
+        yield progress
+    finally:
+        progress.close()
+
+
+class _Lines:
+    """For pipes, logs and programs: events with `--json`, else a line when something begins, ends or goes wrong."""
+
+    def __init__(self, output: Output):
+        self._output = output
+        self._lock = threading.Lock()
+        self._told: dict[str, float] = {}
+
+    def start(self, plan: "Plan") -> None:
+        files = [{"path": file.path, "size": file.size, "cached": file.cached} for file in plan.files]
+        self._output.event(
+            "start",
+            reference=str(plan.reference),
+            revision=plan.revision,
+            size=plan.size,
+            to_fetch=plan.to_fetch,
+            files=files,
+        )
+        if not plan.complete and not self._output.json:
+            self._output.note(f"fetching {plan.reference}, {human_bytes(plan.to_fetch)}")
+
+    def update(self, path: str, done: int, total: int | None) -> None:
+        with self._lock:
+            now = time.monotonic()
+            if now - self._told.get(path, 0) >= EVENT_EVERY:
+                self._told[path] = now
+                self._output.event("progress", path=path, done=done, total=total)
+
+    def retry(self, path: str, reason: str, wait: float) -> None:
+        with self._lock:
+            self._output.event("retry", path=path, reason=reason, wait=wait)
+            if not self._output.json:
+                self._output.note(_retry_note(path, reason, wait))
+
+    def finish(self, path: str) -> None:
+        with self._lock:
+            self._output.event("file", path=path)
+
+    def close(self) -> None: ...
+
+
+class _Terminal:
+    """A bar for each file: bytes, rate and time to go."""
+
+    def __init__(self, output: Output):
+        self._output = output
+        self._bars: Bars | None = None
+        self._tasks: dict[str, TaskID] = {}
+        self._total: TaskID | None = None
+
+    def start(self, plan: "Plan") -> None:
+        missing = [file for file in plan.files if not file.cached]
+        if not missing:
+            return
+        if self._bars is None:
+            self._bars = _make_bars(self._output)
+            self._bars.start()
+        for file in missing:
+            if file.path not in self._tasks:
+                self._tasks[file.path] = self._bars.add_task(_short(file.path), total=file.size)
+        if len(self._tasks) > 1 and self._total is None:
+            self._total = self._bars.add_task("all", total=plan.to_fetch)
+
+    def update(self, path: str, done: int, total: int | None) -> None:
+        if self._bars is not None and path in self._tasks:
+            self._bars.update(self._tasks[path], completed=done, total=total)
+            self._sum()
+
+    def retry(self, path: str, reason: str, wait: float) -> None:
+        target = self._bars.console if self._bars is not None else self._output.stderr
+        target.print(_retry_note(path, reason, wait), style="dim", highlight=False, markup=False)
+
+    def finish(self, path: str) -> None:
+        if self._bars is not None and path in self._tasks:
+            task = next(task for task in self._bars.tasks if task.id == self._tasks[path])
+            self._bars.update(task.id, completed=task.total or task.completed, total=task.total or task.completed)
+            self._sum()
+
+    def close(self) -> None:
+        if self._bars is not None:
+            self._bars.stop()
+
+    def _sum(self) -> None:
+        if self._bars is not None and self._total is not None:
+            done = sum(task.completed for task in self._bars.tasks if task.id != self._total)
+            self._bars.update(self._total, completed=done)
+
+
+def _make_bars(output: Output) -> "Bars":
+    from rich.progress import (
+        BarColumn,
+        DownloadColumn,
+        Progress,
+        TextColumn,
+        TimeRemainingColumn,
+        TransferSpeedColumn,
+    )
+
+    return Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        DownloadColumn(),
+        TransferSpeedColumn(),
+        TimeRemainingColumn(compact=True),
+        console=output.stderr,
+    )
+
+
+def _retry_note(path: str, reason: str, wait: float) -> str:
+    again = f"trying again in {wait:.0f} s" if wait >= 1 else "going on"
+    return f"{path}: {reason}; {again}"
+
+
+def _short(path: str) -> str:
+    name = path.rpartition("/")[2]
+    return name if len(name) <= 40 else f"{name[:18]}...{name[-19:]}"
