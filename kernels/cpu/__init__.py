@@ -1,0 +1,1 @@
+"""Kernels for MLX's CPU backend in C++, compiled on first use by the system's compiler."""

@@ -1,0 +1,9 @@
+#if defined(__x86_64__)
+#include "bodies.h"
+
+METALCTL_TABLE(avx512_kernels, "avx512")
+#else
+#include "kernels.h"
+
+const metalctl::Kernels* metalctl::avx512_kernels() { return nullptr; }
+#endif

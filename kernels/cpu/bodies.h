@@ -1,0 +1,472 @@
+// The bodies, written once. Each translation unit that includes this compiles them for its own instruction set and
+// names the table METALCTL_TABLE.
+#pragma once
+
+#include "kernels.h"
+#include "simd.h"
+
+namespace metalctl {
+namespace {
+
+constexpr int PARTS = TILE / W;  // vectors to a tile's rows
+
+// -- codes
+
+template <int BITS>
+inline void units(const uint8_t* codes, int part, u32x out[8]) {
+  codes += part * W * 4;
+  if constexpr (BITS == 8) {
+    for (int t = 0; t < 8; t++) out[t] = load<u32x>(codes + 64 * t);
+    return;
+  }
+  for (int t = 0; t < 4; t++) {
+    u32x both = load<u32x>(codes + 64 * t);
+    out[t] = both & 0x0f0f0f0f;
+    out[t + 4] = (both >> 4) & 0x0f0f0f0f;
+  }
+  if constexpr (BITS == 5) {
+    u32x upper = load<u32x>(codes + 256);
+    for (int t = 0; t < 4; t++) out[t] |= (upper << (4 - t)) & 0x10101010;
+    for (int t = 4; t < 8; t++) out[t] |= (upper >> (t - 4)) & 0x10101010;
+  } else if constexpr (BITS == 6) {
+    for (int v = 0; v < 2; v++) {
+      u32x upper = load<u32x>(codes + 256 + 64 * v);
+      out[4 * v] |= (upper << 4) & 0x30303030;
+      out[4 * v + 1] |= (upper << 2) & 0x30303030;
+      out[4 * v + 2] |= upper & 0x30303030;
+      out[4 * v + 3] |= (upper >> 2) & 0x30303030;
+    }
+  }
+}
+
+inline i32x broadcast4(const int8_t* codes) {
+  int32_t four;
+  std::memcpy(&four, codes, 4);
+  return splat(four);
+}
+
+// -- products: `acc[r]` is the part of the tile's 16 outputs for row r of x
+
+// Sixteen output rows, R rows of x, quantised. The order of the sums does not depend on R.
+template <int BITS, class Scale, int R>
+inline void accumulate_quantized(const Pack& w, int tile, int part, const Quantized& q, const int32_t* x_rows, f32x acc[R]) {
+  const int groups = w.groups(), units32 = w.group / 32;
+  const uint8_t* p = w.data + tile * w.tile_bytes();
+  const int8_t* codes[R];
+  const float *scales[R], *sums[R];
+  for (int r = 0; r < R; r++) {
+    codes[r] = q.codes + int64_t(x_rows[r]) * w.k;
+    scales[r] = q.scales + int64_t(x_rows[r]) * groups;
+    sums[r] = q.sums + int64_t(x_rows[r]) * groups;
+    acc[r] = f32x{};
+  }
+  for (int g = 0; g < groups; g++) {
+    const Scale* head = reinterpret_cast<const Scale*>(p);
+    f32x scale = load_as_float(head + part * W), offset = load_as_float(head + TILE + part * W);
+    p += 2 * TILE * sizeof(Scale);
+    i32x whole[R] = {};
+    for (int u = 0; u < units32; u++) {
+      u32x weights[8];
+      units<BITS>(p, part, weights);
+      p += w.unit_bytes();
+      const int at = g * w.group + u * 32;
+      for (int r = 0; r < R; r++)
+        for (int t = 0; t < 8; t++) whole[r] = dot<BITS == 8>(whole[r], weights[t], broadcast4(codes[r] + at + 4 * t));
+    }
+    for (int r = 0; r < R; r++) {
+      acc[r] += to_float(whole[r]) * (scale * scales[r][g]);
+      acc[r] += offset * sums[r][g];
+    }
+  }
+}
+
+template <class T, int R>
+inline void accumulate_floating(const Pack& w, int tile, int part, const float* x, const int32_t* x_rows, f32x acc[R]) {
+  const T* p = reinterpret_cast<const T*>(w.data + tile * w.tile_bytes()) + part * W;
+  const float* rows[R];
+  for (int r = 0; r < R; r++) {
+    rows[r] = x + int64_t(x_rows[r]) * w.k;
+    acc[r] = f32x{};
+  }
+  for (int k = 0; k < w.k; k++) {
+    f32x weight = load_as_float(p + int64_t(k) * TILE);
+    for (int r = 0; r < R; r++) acc[r] += weight * rows[r][k];
+  }
+}
+
+template <int R>
+inline void accumulate(const Pack& w, int tile, int part, const Product& p, const int32_t* x_rows, f32x acc[R]) {
+  switch (w.format) {
+#define QUANTIZED(BITS)                                                                          \
+  case Format::q##BITS:                                                                          \
+    if (w.wide_scales) return accumulate_quantized<BITS, float, R>(w, tile, part, p.q, x_rows, acc); \
+    return accumulate_quantized<BITS, half, R>(w, tile, part, p.q, x_rows, acc);
+    QUANTIZED(4)
+    QUANTIZED(5)
+    QUANTIZED(6)
+    QUANTIZED(8)
+#undef QUANTIZED
+    case Format::f16: return accumulate_floating<half, R>(w, tile, part, p.x, x_rows, acc);
+    case Format::bf16: return accumulate_floating<bfloat, R>(w, tile, part, p.x, x_rows, acc);
+    case Format::f32: return accumulate_floating<float, R>(w, tile, part, p.x, x_rows, acc);
+  }
+}
+
+inline f32x gated(Gate gate, f32x x) {
+  if (gate == Gate::silu) return x / (1.0f + exp(-x));
+  // 0.5 x (1 + tanh(sqrt(2/pi) (x + 0.044715 x^3)))
+  return 0.5f * x * (1.0f + tanh(0.7978845608f * (x + 0.044715f * x * x * x)));
+}
+
+inline f32x load_some(const float* from, int count) {
+  if (count >= W) return load<f32x>(from);
+  f32x v{};
+  for (int i = 0; i < count; i++) v[i] = from[i];
+  return v;
+}
+
+inline void store_some(float* to, f32x v, int count) {
+  if (count >= W) return store(to, v);
+  for (int i = 0; i < count; i++) to[i] = v[i];
+}
+
+template <int R>
+inline void product_rows(const Product& p, int tile, int row) {
+  int32_t x_rows[R], y_rows[R];
+  for (int r = 0; r < R; r++) {
+    x_rows[r] = p.rows ? p.rows[row + r] : row + r;
+    y_rows[r] = p.outputs ? p.outputs[row + r] : row + r;
+  }
+  for (int part = 0; part < PARTS; part++) {
+    const int column = tile * TILE + part * W, count = p.weight.n - column;
+    if (count <= 0) return;
+    f32x acc[R];
+    accumulate<R>(p.weight, tile, part, p, x_rows, acc);
+    if (p.bias)
+      for (int r = 0; r < R; r++) acc[r] += load_some(p.bias + column, count);
+    if (p.up) {
+      f32x up[R];
+      accumulate<R>(*p.up, tile, part, p, x_rows, up);
+      for (int r = 0; r < R; r++) acc[r] = gated(p.gate, acc[r]) * up[r];
+    }
+    for (int r = 0; r < R; r++) {
+      const int64_t at = y_rows[r] * p.y_stride + column;
+      if (p.residual) acc[r] += load_some(p.residual + at, count);
+      store_some(p.y + at, acc[r], count);
+    }
+  }
+}
+
+void product(const Product& p, int tile_from, int tile_to, int row_from, int row_to) {
+  constexpr int R = W == 16 ? 8 : 4;
+  for (int tile = tile_from; tile < tile_to; tile++) {
+    int row = row_from;
+    for (; row + R <= row_to; row += R) product_rows<R>(p, tile, row);
+    if (R > 4 && row + 4 <= row_to) product_rows<4>(p, tile, row), row += 4;
+    if (row + 2 <= row_to) product_rows<2>(p, tile, row), row += 2;
+    for (; row < row_to; row++) product_rows<1>(p, tile, row);
+  }
+}
+
+void quantize(const float* x, int k, int group, int8_t* codes, float* scales, float* sums) {
+  for (int g = 0; g < k / group; g++, x += group, codes += group) {
+    f32x top{};
+    for (int i = 0; i < group; i += W) {
+      f32x v = load<f32x>(x + i);
+      top = maximum(top, maximum(v, -v));
+    }
+    const float peak = largest(top), inverse = peak > 0 ? 127.0f / peak : 0.0f;
+    i32x total{};
+    for (int i = 0; i < group; i += W) {
+      i32x code = round_to_int(load<f32x>(x + i) * inverse);
+      total += code;
+#if defined(__AVX512F__)
+      store(codes + i, _mm512_cvtepi32_epi8((__m512i)code));
+#else
+      for (int lane = 0; lane < W; lane++) codes[i + lane] = int8_t(code[lane]);
+#endif
+    }
+    int whole = 0;
+    for (int lane = 0; lane < W; lane++) whole += total[lane];
+    scales[g] = peak / 127.0f;
+    sums[g] = scales[g] * float(whole);
+  }
+}
+
+// -- one row of a packed matrix, as floats
+
+template <int BITS>
+inline int code_at(const uint8_t* codes, int lane, int i) {  // of the 32 values of a unit
+  const int unit = i / 4, byte = lane * 4 + i % 4;
+  if constexpr (BITS == 8) return codes[64 * unit + byte];
+  int low = codes[64 * (unit % 4) + byte] >> (unit < 4 ? 0 : 4) & 15;
+  if constexpr (BITS == 5) low |= (codes[256 + byte] >> unit & 1) << 4;
+  if constexpr (BITS == 6) low |= (codes[256 + 64 * (unit / 4) + byte] >> 2 * (unit % 4) & 3) << 4;
+  return low;
+}
+
+template <int BITS, class Scale>
+void unpack_quantized(const Pack& w, int row, float* out) {
+  const int lane = row % TILE;
+  const uint8_t* p = w.data + row / TILE * w.tile_bytes();
+  for (int g = 0; g < w.groups(); g++) {
+    const Scale* head = reinterpret_cast<const Scale*>(p);
+    const float scale = widen(head[lane]), offset = widen(head[TILE + lane]);
+    p += 2 * TILE * sizeof(Scale);
+    for (int u = 0; u < w.group / 32; u++, p += w.unit_bytes())
+      for (int i = 0; i < 32; i++) *out++ = scale * float(code_at<BITS>(p, lane, i)) + offset;
+  }
+}
+
+template <class T>
+void unpack_floating(const Pack& w, int row, float* out) {
+  const T* p = reinterpret_cast<const T*>(w.data + row / TILE * w.tile_bytes()) + row % TILE;
+  for (int k = 0; k < w.k; k++) out[k] = widen(p[int64_t(k) * TILE]);
+}
+
+void unpack(const Pack& w, int row, float* out) {
+  switch (w.format) {
+#define QUANTIZED(BITS) \
+  case Format::q##BITS: \
+    return w.wide_scales ? unpack_quantized<BITS, float>(w, row, out) : unpack_quantized<BITS, half>(w, row, out);
+    QUANTIZED(4)
+    QUANTIZED(5)
+    QUANTIZED(6)
+    QUANTIZED(8)
+#undef QUANTIZED
+    case Format::f16: return unpack_floating<half>(w, row, out);
+    case Format::bf16: return unpack_floating<bfloat>(w, row, out);
+    case Format::f32: return unpack_floating<float>(w, row, out);
+  }
+}
+
+// -- element by element
+
+inline float root(float x) {
+#if defined(__x86_64__)
+  return _mm_cvtss_f32(_mm_sqrt_ss(_mm_set_ss(x)));
+#else
+  return __builtin_sqrtf(x);
+#endif
+}
+
+void rms_norm(const float* x, const float* weight, float eps, float* out, int k) {
+  f32x squares{};
+  int i = 0;
+  for (; i + W <= k; i += W) {
+    f32x v = load<f32x>(x + i);
+    squares += v * v;
+  }
+  float total = sum(squares);
+  for (; i < k; i++) total += x[i] * x[i];
+  const float scale = 1.0f / root(total / float(k) + eps);
+  for (i = 0; i + W <= k; i += W) {
+    f32x v = load<f32x>(x + i) * scale;
+    store(out + i, weight ? v * load<f32x>(weight + i) : v);
+  }
+  for (; i < k; i++) out[i] = x[i] * scale * (weight ? weight[i] : 1.0f);
+}
+
+void glu(const float* gate, const float* up, Gate kind, float* out, int64_t count) {
+  for (int64_t i = 0; i < count; i += W) {
+    const int some = count - i < W ? int(count - i) : W;
+    store_some(out + i, gated(kind, load_some(gate + i, some)) * load_some(up + i, some), some);
+  }
+}
+
+void rope(const float* cosine, const float* sine, int half, bool traditional, const float* from, float* to) {
+  if (traditional) {
+    for (int i = 0; i < half; i++) {
+      const float a = from[2 * i], b = from[2 * i + 1];
+      to[2 * i] = a * cosine[i] - b * sine[i];
+      to[2 * i + 1] = a * sine[i] + b * cosine[i];
+    }
+    return;
+  }
+  for (int i = 0; i < half; i += W) {
+    const int some = half - i < W ? half - i : W;
+    f32x a = load_some(from + i, some), b = load_some(from + half + i, some);
+    f32x c = load_some(cosine + i, some), s = load_some(sine + i, some);
+    store_some(to + i, a * c - b * s, some);
+    store_some(to + half + i, a * s + b * c, some);
+  }
+}
+
+// -- attention
+
+constexpr float NOWHERE = -1e38f;  // below every score
+
+// A tile of keys (or values) as rows of floats: pointers into the pool where it holds floats, else into `room`.
+template <class T>
+void rows_of(const T* pool, int64_t block_stride, int64_t token_stride, int width, const Attention& a, int from, int count,
+             float* room, const float** rows) {
+  for (int j = 0; j < count; j++) {
+    const int slot = from + j;
+    const T* row = pool + a.table[slot / a.block_size] * block_stride + slot % a.block_size * token_stride;
+    if constexpr (sizeof(T) == 4) {
+      rows[j] = row;
+    } else {
+      float* to = room + int64_t(j) * width;
+      int i = 0;
+      for (; i + W <= width; i += W) store(to + i, load_as_float(row + i));
+      for (; i < width; i++) to[i] = widen(row[i]);
+      rows[j] = to;
+    }
+  }
+}
+
+void rows_of(const void* pool, int64_t block_stride, int64_t token_stride, int width, const Attention& a, int from, int count,
+             float* room, const float** rows) {
+  if (a.format == Format::f32)
+    rows_of(static_cast<const float*>(pool), block_stride, token_stride, width, a, from, count, room, rows);
+  else if (a.format == Format::f16)
+    rows_of(static_cast<const half*>(pool), block_stride, token_stride, width, a, from, count, room, rows);
+  else
+    rows_of(static_cast<const bfloat*>(pool), block_stride, token_stride, width, a, from, count, room, rows);
+}
+
+// scores[j][r] = key j . query r, for J keys and V vectors of queries that lie transposed, [width][lanes]
+template <int J, int V>
+inline void score(const float* const* keys, const float* queries, int lanes, int width, float* scores) {
+  f32x acc[J][V] = {};
+  for (int d = 0; d < width; d++) {
+    f32x q[V];
+    for (int v = 0; v < V; v++) q[v] = load<f32x>(queries + int64_t(d) * lanes + v * W);
+    for (int j = 0; j < J; j++)
+      for (int v = 0; v < V; v++) acc[j][v] += q[v] * keys[j][d];
+  }
+  for (int j = 0; j < J; j++)
+    for (int v = 0; v < V; v++) store(scores + j * lanes + v * W, acc[j][v]);
+}
+
+template <int J>
+inline void score_lanes(const float* const* keys, const float* queries, int lanes, int width, float* scores) {
+  int at = 0;
+  for (; at + 4 * W <= lanes; at += 4 * W) score<J, 4>(keys, queries + at, lanes, width, scores + at);
+  for (; at < lanes; at += W) score<J, 1>(keys, queries + at, lanes, width, scores + at);
+}
+
+// The same for a few queries: along the width instead.
+inline void score_few(const Attention& a, const float* const* keys, int count, int lanes, float* scores) {
+  for (int j = 0; j < count; j++)
+    for (int r = 0; r < a.rows; r++) {
+      f32x acc{};
+      int d = 0;
+      for (; d + W <= a.width; d += W) acc += load<f32x>(keys[j] + d) * load<f32x>(a.queries[r] + d);
+      float total = sum(acc);
+      for (; d < a.width; d++) total += keys[j][d] * a.queries[r][d];
+      scores[j * lanes + r] = total * a.scale;
+    }
+}
+
+// Scores become weights; `fade[r]` is what earlier sums of row r shrink by.
+inline void soften(const Attention& a, int from, int count, int lanes, const int32_t* positions, float* scores, float* top,
+                   float* total, float* fade) {
+  for (int at = 0; at < lanes; at += W) {
+    const i32x position = load<i32x>(positions + at);
+    const f32x before = load<f32x>(top + at);
+    f32x peak = before;
+    for (int j = 0; j < count; j++) {
+      f32x s = load<f32x>(scores + j * lanes + at);
+      if (a.softcap > 0) s = a.softcap * tanh(s / a.softcap);
+      const int key = a.start + from + j;
+      i32x seen = position >= key;
+      if (a.window > 0) seen &= position - a.window < key;
+      s = select(seen, s, splat(-__builtin_inff()));
+      store(scores + j * lanes + at, s);
+      peak = maximum(peak, s);
+    }
+    const f32x shrink = exp(before - peak);
+    f32x gained{};
+    for (int j = 0; j < count; j++) {
+      f32x s = load<f32x>(scores + j * lanes + at);
+      f32x weight = select(s > NOWHERE, exp(s - peak), f32x{});
+      store(scores + j * lanes + at, weight);
+      gained += weight;
+    }
+    store(top + at, peak);
+    store(total + at, load<f32x>(total + at) * shrink + gained);
+    store(fade + at, shrink);
+  }
+}
+
+// sums[r] = fade[r] * sums[r] + weights . values, for R rows and V vectors of the width
+template <int R, int V>
+inline void gather_values(const float* const* values, int count, int at, const float* weights, int lanes, const float* fade,
+                          float* sums, int width) {
+  f32x acc[R][V];
+  for (int r = 0; r < R; r++)
+    for (int v = 0; v < V; v++) acc[r][v] = load<f32x>(sums + int64_t(r) * width + at + v * W) * fade[r];
+  for (int j = 0; j < count; j++)
+    for (int v = 0; v < V; v++) {
+      const f32x value = load<f32x>(values[j] + at + v * W);
+      for (int r = 0; r < R; r++) acc[r][v] += value * weights[j * lanes + r];
+    }
+  for (int r = 0; r < R; r++)
+    for (int v = 0; v < V; v++) store(sums + int64_t(r) * width + at + v * W, acc[r][v]);
+}
+
+template <int R>
+inline void gather_width(const float* const* values, int count, const float* weights, int lanes, const float* fade, float* sums,
+                         int width) {
+  int at = 0;
+  for (; at + 4 * W <= width; at += 4 * W) gather_values<R, 4>(values, count, at, weights, lanes, fade, sums, width);
+  for (; at + W <= width; at += W) gather_values<R, 1>(values, count, at, weights, lanes, fade, sums, width);
+  for (; at < width; at++)
+    for (int r = 0; r < R; r++) {
+      float total = sums[int64_t(r) * width + at] * fade[r];
+      for (int j = 0; j < count; j++) total += values[j][at] * weights[j * lanes + r];
+      sums[int64_t(r) * width + at] = total;
+    }
+}
+
+void attention(const Attention& a) {
+  const int lanes = (a.rows + W - 1) / W * W;
+  const bool few = a.rows * 2 <= W;
+  alignas(64) float scores[KEYS * MAX_ROWS];
+  alignas(64) float top[MAX_ROWS], total[MAX_ROWS], fade[MAX_ROWS];
+  alignas(64) int32_t positions[MAX_ROWS];
+  const float *keys[KEYS], *values[KEYS];
+  const bool narrow = a.format != Format::f32;
+  float* key_room = static_cast<float*>(narrow ? __builtin_alloca(sizeof(float) * KEYS * a.width) : nullptr);
+  float* value_room = static_cast<float*>(narrow ? __builtin_alloca(sizeof(float) * KEYS * a.value_width) : nullptr);
+  float* queries = static_cast<float*>(few ? nullptr : __builtin_alloca(sizeof(float) * lanes * a.width));
+  for (int r = 0; r < lanes; r++) {
+    top[r] = NOWHERE;
+    total[r] = 0;
+    positions[r] = r < a.rows ? a.positions[r] : -1;
+    for (int d = 0; d < a.width && !few; d++) queries[int64_t(d) * lanes + r] = r < a.rows ? a.queries[r][d] * a.scale : 0;
+  }
+  std::memset(scores, 0, sizeof scores);
+  std::memset(a.sums, 0, sizeof(float) * a.rows * a.value_width);
+  for (int from = a.first_slot; from < a.last_slot;) {
+    const int next = (from / KEYS + 1) * KEYS, count = (next < a.last_slot ? next : a.last_slot) - from;
+    rows_of(a.keys, a.k_block, a.k_token, a.width, a, from, count, key_room, keys);
+    rows_of(a.values, a.v_block, a.v_token, a.value_width, a, from, count, value_room, values);
+    int j = 0;
+    if (few) {
+      score_few(a, keys, count, lanes, scores);
+    } else {
+      for (; j + 4 <= count; j += 4) score_lanes<4>(keys + j, queries, lanes, a.width, scores + j * lanes);
+      for (; j < count; j++) score_lanes<1>(keys + j, queries, lanes, a.width, scores + j * lanes);
+    }
+    soften(a, from, count, lanes, positions, scores, top, total, fade);
+    int r = 0;
+    for (; r + 4 <= a.rows; r += 4)
+      gather_width<4>(values, count, scores + r, lanes, fade + r, a.sums + int64_t(r) * a.value_width, a.value_width);
+    for (; r < a.rows; r++)
+      gather_width<1>(values, count, scores + r, lanes, fade + r, a.sums + int64_t(r) * a.value_width, a.value_width);
+    from += count;
+  }
+  std::memcpy(a.top, top, sizeof(float) * a.rows);
+  std::memcpy(a.total, total, sizeof(float) * a.rows);
+}
+
+}  // namespace
+}  // namespace metalctl
+
+#define METALCTL_TABLE(function, name) \
+  const metalctl::Kernels* metalctl::function() { \
+    static const Kernels table{name, quantize, product, unpack, rms_norm, glu, rope, attention}; \
+    return &table; \
+  }

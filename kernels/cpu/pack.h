@@ -1,0 +1,82 @@
+// From MLX's layouts to packed tiles (kernels.h).
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+
+#include "kernels.h"
+
+namespace metalctl {
+
+inline float half_to_float(uint16_t h) {
+  uint32_t sign = uint32_t(h & 0x8000) << 16, rest = h & 0x7fff, bits;
+  if (rest >= 0x7c00) bits = sign | 0x7f800000 | ((rest & 0x3ff) << 13);
+  else if (rest >= 0x0400) bits = sign | ((rest << 13) + (112u << 23));
+  else {
+    float tiny = float(rest) * 5.9604644775390625e-8f;
+    return sign ? -tiny : tiny;
+  }
+  float f;
+  std::memcpy(&f, &bits, 4);
+  return f;
+}
+
+inline float bfloat_to_float(uint16_t b) {
+  uint32_t bits = uint32_t(b) << 16;
+  float f;
+  std::memcpy(&f, &bits, 4);
+  return f;
+}
+
+// Value i of a row of codes: MLX writes them one after the other, from the lowest bit of the first byte up.
+inline int mlx_code(const uint8_t* row, int bits, int64_t i) {
+  const int64_t at = i * bits;
+  unsigned two = row[at / 8];
+  if (at % 8 + bits > 8) two |= unsigned(row[at / 8 + 1]) << 8;
+  return two >> at % 8 & ((1u << bits) - 1);
+}
+
+// `scales` and `offsets` are [n, k / group], float16 or float32 as the pack says.
+inline void pack_quantized_tile(const Pack& to, int tile, const uint8_t* codes, const uint8_t* scales, const uint8_t* offsets,
+                                uint8_t* data) {
+  const int bits = int(to.format), groups = to.groups(), width = to.wide_scales ? 4 : 2;
+  uint8_t* out = data + tile * to.tile_bytes();
+  std::memset(out, 0, to.tile_bytes());
+  for (int lane = 0; lane < TILE && tile * TILE + lane < to.n; lane++) {
+    const int64_t row = tile * TILE + lane;
+    const uint8_t* from = codes + row * (int64_t(to.k) * bits / 8);
+    for (int g = 0; g < groups; g++) {
+      uint8_t* p = out + g * to.group_bytes();
+      std::memcpy(p + lane * width, scales + (row * groups + g) * width, width);
+      std::memcpy(p + (TILE + lane) * width, offsets + (row * groups + g) * width, width);
+      p += 2 * TILE * width;
+      for (int i = 0; i < to.group; i++) {
+        uint8_t* unit32 = p + i / 32 * to.unit_bytes();
+        const int code = mlx_code(from, bits, int64_t(g) * to.group + i), unit = i % 32 / 4, byte = lane * 4 + i % 4;
+        if (bits == 8) {
+          unit32[64 * unit + byte] = uint8_t(code);
+          continue;
+        }
+        unit32[64 * (unit % 4) + byte] |= uint8_t((code & 15) << (unit < 4 ? 0 : 4));
+        if (bits == 5) unit32[256 + byte] |= uint8_t((code >> 4) << unit);
+        if (bits == 6) unit32[256 + 64 * (unit / 4) + byte] |= uint8_t((code >> 4) << 2 * (unit % 4));
+      }
+    }
+  }
+}
+
+// `rows` is [n, k] of the pack's own type.
+inline void pack_floating_tile(const Pack& to, int tile, const uint8_t* rows, uint8_t* data) {
+  const int width = to.format == Format::f32 ? 4 : 2;
+  uint8_t* out = data + tile * to.tile_bytes();
+  for (int lane = 0; lane < TILE; lane++) {
+    const int64_t row = tile * TILE + lane;
+    for (int64_t k = 0; k < to.k; k++) {
+      uint8_t* at = out + (k * TILE + lane) * width;
+      if (row < to.n) std::memcpy(at, rows + (row * to.k + k) * width, width);
+      else std::memset(at, 0, width);
+    }
+  }
+}
+
+}  // namespace metalctl
