@@ -45,9 +45,9 @@ def running_engine(
             output.detail(note)
         seconds = time.perf_counter() - began
         output.detail(f"loaded in {seconds:.1f} s")
-        limit = thread.engine.max_model_len
-        if config.max_model_len and limit < config.max_model_len:
-            output.warn(f"the context is {limit} tokens and not {config.max_model_len}: there is no room for more.")
+        trained = loaded[0].context_length
+        if config.max_model_len and config.max_model_len > trained:
+            output.warn(f"the model was trained for {trained} tokens; beyond that its answers may make no sense.")
         yield RunningEngine(thread, checkpoint, loaded[0].generation_defaults, seconds)
     finally:
         thread.close()
