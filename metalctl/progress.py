@@ -4,7 +4,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from metalctl.output import Output, human_bytes
 
@@ -18,52 +18,63 @@ EVENT_EVERY = 0.5  # seconds between two progress events of one file
 
 
 @contextmanager
-def fetch_progress(output: Output) -> Iterator["Progress"]:
-    """A Progress that tells `output` what is fetched, until the block ends."""
-    progress = _Terminal(output) if output.interactive else _Lines(output)
+def fetch_progress(output: Output, *, events: bool = False) -> Iterator["Progress"]:
+    """A Progress that tells `output` what is fetched, until the block ends.
+
+    `events`: with `--json` as NDJSON on stdout; for commands whose answer is such a stream.
+    """
+    progress = _Terminal(output) if output.interactive else _Lines(output, events and output.json)
     try:
         yield progress
     finally:
         progress.close()
 
 
-class _Lines:
-    """For pipes, logs and programs: events with `--json`, else a line when something begins, ends or goes wrong."""
+def plan_fields(plan: "Plan") -> dict[str, Any]:
+    """A plan as JSON: sizes in bytes, null where the source tells them only while fetching."""
+    return {
+        "reference": str(plan.reference),
+        "format": plan.format,
+        "revision": plan.revision,
+        "size": plan.size,
+        "to_fetch": plan.to_fetch,
+        "files": [{"path": file.path, "size": file.size, "cached": file.cached} for file in plan.files],
+    }
 
-    def __init__(self, output: Output):
+
+class _Lines:
+    """For pipes, logs and programs: events if wanted, else a line when something begins or goes wrong."""
+
+    def __init__(self, output: Output, events: bool):
         self._output = output
+        self._events = events
         self._lock = threading.Lock()
         self._told: dict[str, float] = {}
 
     def start(self, plan: "Plan") -> None:
-        files = [{"path": file.path, "size": file.size, "cached": file.cached} for file in plan.files]
-        self._output.event(
-            "start",
-            reference=str(plan.reference),
-            revision=plan.revision,
-            size=plan.size,
-            to_fetch=plan.to_fetch,
-            files=files,
-        )
-        if not plan.complete and not self._output.json:
+        if self._events:
+            self._output.event("start", **plan_fields(plan))
+        elif not plan.complete:
             self._output.note(f"fetching {plan.reference}, {human_bytes(plan.to_fetch)}")
 
     def update(self, path: str, done: int, total: int | None) -> None:
         with self._lock:
             now = time.monotonic()
-            if now - self._told.get(path, 0) >= EVENT_EVERY:
+            if self._events and now - self._told.get(path, 0) >= EVENT_EVERY:
                 self._told[path] = now
                 self._output.event("progress", path=path, done=done, total=total)
 
     def retry(self, path: str, reason: str, wait: float) -> None:
         with self._lock:
-            self._output.event("retry", path=path, reason=reason, wait=wait)
-            if not self._output.json:
+            if self._events:
+                self._output.event("retry", path=path, reason=reason, wait=wait)
+            else:
                 self._output.note(_retry_note(path, reason, wait))
 
     def finish(self, path: str) -> None:
         with self._lock:
-            self._output.event("file", path=path)
+            if self._events:
+                self._output.event("file", path=path)
 
     def close(self) -> None: ...
 

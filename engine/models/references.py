@@ -75,6 +75,10 @@ class Reference:
         revision = f"@{self.revision}" if self.revision else ""
         return f"{prefix}{self.name}{tag}{revision}"
 
+    def written(self, default_source: Hub) -> str:
+        """As a user of that default hub may write it, with the source left out where it is the default."""
+        return str(replace(self, source=None)) if self.source == default_source and "/" in self.name else str(self)
+
     @property
     def maybe_alias(self) -> bool:
         return self.source is None and "/" not in self.name

@@ -30,15 +30,19 @@ class Models:
     token: str | None = None
     cache: Path | None = None  # for what has no hub cache of its own; None: the platform's folder
 
+    @property
+    def all_aliases(self) -> dict[str, str]:
+        """What each alias means; a user's own come before built-in ones of the same name."""
+        return {**BUILTIN_ALIASES, **{name.lower(): target for name, target in self.aliases.items()}}
+
     def read(self, text: str, revision: str | None = None) -> Reference:
         """The reference that `text` means, with its alias and source filled in.
 
         Raises UsageError, and ModelNotFoundError for a bare name that is no alias.
         """
-        aliases = {**BUILTIN_ALIASES, **{name.lower(): target for name, target in self.aliases.items()}}
-        reference = expand(parse(text, exists=_is_here), aliases)
+        reference = expand(parse(text, exists=_is_here), self.all_aliases)
         if reference.maybe_alias:
-            raise _unknown_name(reference.name, aliases)
+            raise _unknown_name(reference.name, self.all_aliases)
         if revision and reference.source == "local":
             raise UsageError(f"{text} is on this machine and has no revision {revision}.")
         if revision and reference.revision not in (None, revision):
@@ -70,7 +74,11 @@ class Models:
     def cached(self) -> list[CachedModel]:
         """Every model in the caches of all sources."""
         sources: tuple[Source, ...] = ("hf", "ms", "pypi")
-        return [model for name in sources for model in self.source(name).cached()]
+        return [
+            replace(model, reference=model.identity.written(self.default_source))
+            for name in sources
+            for model in self.source(name).cached()
+        ]
 
 
 def resolve(

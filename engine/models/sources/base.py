@@ -59,7 +59,7 @@ class Plan:
 class CachedModel:
     """A model on this machine, as `list` shows it. Times in seconds since 1970, sizes in bytes on disk."""
 
-    reference: str
+    identity: Reference
     source: Source
     format: Format | None  # None: too little is here to tell
     quantisation: str | None
@@ -69,6 +69,7 @@ class CachedModel:
     revision: str | None
     complete: bool
     files: tuple[Path, ...]
+    reference: str = ""  # as a user may write it; filled in where the default source is known
 
 
 class Progress(Protocol):

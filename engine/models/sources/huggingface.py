@@ -284,7 +284,7 @@ def _listed(
 ) -> CachedModel:
     snapshot = revision.snapshot_path
     return CachedModel(
-        str(reference),
+        reference,
         "hf",
         chosen.format,
         chosen.tag if chosen.format == "gguf" else folder_quantisation(snapshot),
@@ -306,7 +306,7 @@ def _begun(scan: HFCacheInfo) -> list[CachedModel]:
     for folder, files in sorted(folders.items()):
         kind, _, name = folder.name.partition("--")
         if kind == "models":
-            reference = str(Reference("hf", name.replace("--", "/")))
+            reference = Reference("hf", name.replace("--", "/"))
             size = sum(file.size_on_disk for file in files)
             paths = tuple(file.file_path for file in files)
             used = max(path.stat().st_mtime for path in paths)

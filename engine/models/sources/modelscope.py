@@ -104,7 +104,7 @@ class ModelScope:
             if repository.repo_type == MODEL:
                 for revision in _revisions(Path(repository.local_path)):
                     models.extend(self._listed(repository.repo_id, Path(repository.local_path), revision))
-        return sorted(models, key=lambda model: model.reference)
+        return sorted(models, key=lambda model: str(model.identity))
 
     def remove(self, models: Sequence[CachedModel]) -> int:
         before = {model.path: model for model in self.cached()}
@@ -180,7 +180,7 @@ class ModelScope:
             whole = all(record.vouches(snapshot, path, record.expected.get(path)) for path in chosen.files)
             models.append(
                 CachedModel(
-                    str(reference),
+                    reference,
                     "ms",
                     chosen.format,
                     chosen.tag if chosen.format == "gguf" else folder_quantisation(snapshot),

@@ -147,7 +147,9 @@ class PyPI:
         size = sum(file.stat().st_size for file in files)
         used = max(file.stat().st_atime for file in files)
         tag = quantisation(files[0].name)
-        return CachedModel(f"pypi:{name}@{version}", "pypi", "gguf", tag, size, used, files[0], version, True, files)
+        return CachedModel(
+            Reference("pypi", name, None, version), "pypi", "gguf", tag, size, used, files[0], version, True, files
+        )
 
     def _folder(self, name: str, version: str) -> Path:
         return self.root / _normal(name) / version

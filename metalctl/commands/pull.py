@@ -1,0 +1,100 @@
+"""`metalctl pull`: models onto this machine."""
+
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from metalctl.app import Invocation, command
+from metalctl.engine.errors import MetalctlError
+from metalctl.models import models_of, short_path
+from metalctl.output import Output, human_bytes
+from metalctl.progress import fetch_progress, plan_fields
+
+if TYPE_CHECKING:
+    from metalctl.engine.models.checkpoint import Checkpoint
+    from metalctl.engine.models.resolve import Models
+    from metalctl.engine.models.sources.base import Plan, Progress
+
+
+@command("pull")
+def pull(
+    invocation: Invocation,
+    references: Annotated[list[str], typer.Argument(metavar="REF...", help="Models to fetch.")],
+    revision: Annotated[str | None, typer.Option(help="Branch, tag or commit, where REF names none.")] = None,
+    token: Annotated[str | None, typer.Option(help="For gated and private models; HF_TOKEN is read too.")] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would be fetched, and fetch nothing.")] = False,
+) -> None:
+    """Fetch models, or what is missing of them.
+
+    Only the files that a model needs are fetched, into the hub's own cache. A transfer that stands still or breaks is
+    taken up again by itself; one that was stopped goes on inside the file when the same command is given again. Every
+    file is checked against its hash before it counts. What is complete is not fetched again. Prints where each model
+    lies.
+    """
+    output = invocation.output
+    models = models_of(invocation, token)
+    pulled: list[dict[str, Any]] = []
+    failed: list[MetalctlError] = []
+    with fetch_progress(output, events=True) as progress:
+        for reference in references:
+            try:
+                pulled.append(_pull_one(models, reference, revision, invocation, dry_run, progress))
+            except MetalctlError as error:
+                if len(references) == 1:
+                    raise
+                failed.append(error)
+                _tell_failure(output, reference, error)
+            except KeyboardInterrupt:
+                output.note("Stopped. What has arrived is kept: the same command goes on from there.")
+                raise
+    if failed:
+        count = f"{len(failed)} of {len(references)} models could not be fetched"
+        raise type(failed[0])(f"{count}; the first failed with: {failed[0].message}", failed[0].hint)
+    output.event("done", status="ok", data={"dry_run": dry_run, "models": pulled})
+
+
+def _pull_one(
+    models: "Models", text: str, revision: str | None, invocation: Invocation, dry_run: bool, progress: "Progress"
+) -> dict[str, Any]:
+    output = invocation.output
+    reference = models.read(text, revision)
+    source = models.source(reference.source)
+    if invocation.offline:
+        return _found(output, source.find(reference))
+    plan = source.plan(reference, progress)
+    for note in plan.notes:
+        output.note(note)
+    _tell_plan(output, plan)
+    if dry_run:
+        return {**plan_fields(plan), "path": None}
+    return _found(output, source.fetch(plan, progress), plan)
+
+
+def _tell_plan(output: Output, plan: "Plan") -> None:
+    from metalctl.engine.models.sources.base import free_space
+
+    name = str(plan.reference)
+    if plan.complete:
+        output.note(f"{name} is complete: {len(plan.files)} files, {human_bytes(plan.size)}")
+        return
+    missing = [file for file in plan.files if not file.cached]
+    count = f"{len(missing)} file{'s' if len(missing) > 1 else ''}"
+    space = f"{human_bytes(free_space(plan.folder))} free in {short_path(plan.folder)}"
+    size = "of a size that the index tells later" if plan.to_fetch is None else human_bytes(plan.to_fetch)
+    output.note(f"{name}: {count} to fetch, {size}; {space}")
+    for file in missing:
+        output.detail(f"  {file.path}  {human_bytes(file.size)}")
+
+
+def _found(output: Output, found: "Checkpoint", plan: "Plan | None" = None) -> dict[str, Any]:
+    output.text(str(found.path))
+    fields = plan_fields(plan) if plan else {"reference": found.reference, "to_fetch": 0, "files": []}
+    return {**fields, "format": found.format, "revision": found.revision, "size": found.size, "path": str(found.path)}
+
+
+def _tell_failure(output: Output, reference: str, error: MetalctlError) -> None:
+    fields = {"type": error.type, "message": error.message, "hint": error.hint}
+    if output.json:
+        output.event("failed", reference=reference, error=fields)
+    else:
+        output.error(error)

@@ -1,0 +1,70 @@
+"""`metalctl rm`: models off this machine."""
+
+from typing import Annotated
+
+import typer
+
+from metalctl.app import Invocation, command
+from metalctl.engine.errors import MetalctlError, NotCachedError, UsageError
+from metalctl.engine.models.references import Reference
+from metalctl.engine.models.sources.base import CachedModel
+from metalctl.models import cached_fields, models_of, short_path, size_of
+from metalctl.output import human_bytes
+
+
+@command("rm")
+def remove(
+    invocation: Invocation,
+    references: Annotated[list[str], typer.Argument(metavar="REF...", help="Models to delete.")],
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
+) -> None:
+    """Delete models from this machine.
+
+    Without a tag all quantisations of a repository go, without a revision all its revisions. Files that another model
+    shares stay.
+    """
+    output = invocation.output
+    models = models_of(invocation)
+    doomed: list[CachedModel] = []
+    for text in references:
+        doomed += [model for model in _matching(models.cached(), models.read(text), text) if model not in doomed]
+    for model in doomed:
+        output.note(f"{model.reference}  {size_of(model)}  {short_path(model.path)}")
+    if not yes:
+        _ask(invocation, doomed)
+    freed = sum(
+        models.source(source).remove([model for model in doomed if model.source == source])
+        for source in sorted({model.source for model in doomed})
+    )
+    output.result({"removed": [cached_fields(model) for model in doomed], "freed": freed})
+    output.note(f"{human_bytes(freed)} freed")
+
+
+def _matching(cached: list[CachedModel], wanted: Reference, text: str) -> list[CachedModel]:
+    if wanted.source == "local":
+        raise UsageError(f"{text} is a path. metalctl deletes only what it can fetch again.", "Delete it yourself.")
+    found = [model for model in cached if _means(wanted, model)]
+    if not found:
+        raise NotCachedError(f"{text} is not on this machine.", "`metalctl list` shows what is.")
+    return found
+
+
+def _means(wanted: Reference, model: CachedModel) -> bool:
+    have = model.identity
+    names = (wanted.name, have.name) if wanted.source != "pypi" else (wanted.name.lower(), have.name.lower())
+    if wanted.source != have.source or names[0] != names[1]:
+        return False
+    if wanted.tag and wanted.tag not in (have.tag, model.quantisation, model.path.name):
+        return False
+    revisions = (have.revision, model.revision)
+    asked = wanted.revision
+    return asked is None or asked in revisions or (len(asked) >= 7 and (model.revision or "").startswith(asked))
+
+
+def _ask(invocation: Invocation, doomed: list[CachedModel]) -> None:
+    output = invocation.output
+    if not output.interactive:
+        raise UsageError("Nothing was deleted: there is nobody to ask.", "Add --yes.")
+    total = human_bytes(sum(model.size for model in doomed))
+    if not typer.confirm(f"Delete {len(doomed)} model{'s' if len(doomed) > 1 else ''}, {total}?", err=True):
+        raise MetalctlError("Nothing was deleted.")
