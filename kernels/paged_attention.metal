@@ -55,12 +55,7 @@ METAL_FUNC void unpack(Packet<float> packet, thread float* to) {
   }
 }
 
-//@ partials
-constexpr int GROUPS = 32 / LANES;        // keys that a SIMD-group holds side by side
-constexpr int CHUNK = GROUPS * UNROLL;    // and in one step
-constexpr int KEY_PACKETS = KEY_WIDTH / 8;
-constexpr int VALUE_PACKETS = VALUE_WIDTH / 8;
-
+//@ setup
 threadgroup int blocks[SPLIT / BLOCK_SIZE + 2];
 threadgroup float group_top[SIMDS];
 threadgroup float group_sum[SIMDS];
@@ -70,8 +65,6 @@ threadgroup float group_output[SIMDS][VALUE_DIM];
 const int thread_index = int(thread_index_in_threadgroup);
 const int simd = int(simdgroup_index_in_threadgroup);
 const int lane = int(thread_index_in_simdgroup);
-const int key_lane = lane % LANES;
-const int key_group = lane / LANES;
 
 // Which rows: a row is one query head at one position. Heads that share keys come first, then positions.
 const int length = queries_shape[2];
@@ -91,8 +84,8 @@ const int first_query = lengths[batch] - length;
 const int start = STARTS ? starts[batch] : 0;
 const int oldest = first_query + first_row / sharing;
 const int newest = first_query + min(first_row + ROWS - 1, rows - 1) / sharing;
-const int seen_from = WINDOW > 0 ? max(start, oldest - WINDOW + 1) : start;
-const int begin = seen_from + part * SPLIT;
+const int hidden = WINDOW > 0 ? max(0, oldest - WINDOW + 1 - start) : 0;
+const int begin = start + hidden / 16 * 16 + part * SPLIT;
 const int end = min(begin + SPLIT, newest + 1);
 
 // The blocks they lie in.
@@ -102,6 +95,14 @@ for (int i = thread_index; begin < end && i <= last_block - first_block; i += SI
   blocks[i] = block_tables[long(batch) * block_tables_shape[1] + first_block + i];
 }
 threadgroup_barrier(mem_flags::mem_threadgroup);
+
+//@ scalar
+constexpr int GROUPS = 32 / LANES;      // keys that a SIMD-group holds side by side
+constexpr int CHUNK = GROUPS * UNROLL;  // and in one step
+constexpr int KEY_PACKETS = KEY_WIDTH / 8;
+constexpr int VALUE_PACKETS = VALUE_WIDTH / 8;
+const int key_lane = lane % LANES;
+const int key_group = lane / LANES;
 
 // This lane's share of each query, scaled for what follows.
 const float scale = SOFTCAP ? constants[0] / constants[1] : constants[0] * LOG2E;
@@ -221,7 +222,7 @@ for (int base = begin + simd * CHUNK; base < end; base += SIMDS * CHUNK) {
   }
 }
 
-// Together: the groups of a SIMD-group first, then the SIMD-groups, a row at a time.
+// The groups of a SIMD-group together.
 UNROLLED
 for (int r = 0; r < ROWS; r++) {
   UNROLLED
@@ -239,6 +240,8 @@ for (int r = 0; r < ROWS; r++) {
     }
   }
 }
+//@ finish
+// All SIMD-groups together, a row at a time.
 UNROLLED
 for (int r = 0; r < ROWS; r++) {
   threadgroup_barrier(mem_flags::mem_threadgroup);

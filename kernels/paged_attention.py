@@ -13,6 +13,9 @@ SIMDS = 4  # SIMD-groups (warps) of a threadgroup
 SPLITS = (128, 256, 512, 1024, 2048, 4096)  # positions that one threadgroup may be given
 WANTED = {"metal": 512, "cuda": 1024}  # threadgroups that keep a large device busy
 MOST_ROWS = {"metal": 4, "cuda": 8}  # queries that share a load, as far as registers go
+TENSOR_ROWS = 16  # the same on tensor cores, whose tiles are that high
+TENSOR_WIDEST = 128  # longest head that their registers hold
+ALIGNMENT = 16  # what a window sees begins up to so many positions early
 MOST_TILES = 8  # beyond, gathering the keys once is cheaper than reading them for every tile of queries
 
 
@@ -144,6 +147,7 @@ class Plan:
     tiles: int  # of so many rows
     split: int  # positions for one threadgroup
     parts: int  # threadgroups along the context
+    tensor: bool  # on tensor cores
 
 
 def make_plan(
@@ -164,14 +168,15 @@ def make_plan(
         return None
     key_width = 8 if widest <= 8 * SIMD else 16
     lanes = 1 << (-(-widest // key_width) - 1).bit_length()
-    most_rows = MOST_ROWS[device] if key_width == 8 else MOST_ROWS[device] // 2
+    tensor = device == "cuda" and key_pool.dtype == queries.dtype != mx.float32 and widest <= TENSOR_WIDEST
+    most_rows = TENSOR_ROWS if tensor else MOST_ROWS[device] * 8 // key_width
     queries_of_head = heads // kv_heads * length
     tiles = -(-queries_of_head // most_rows)
     if tiles > MOST_TILES:
         return None
     context = block_tables.shape[1] * block_size
     if window is not None:
-        context = min(context, window + length - 1)
+        context = min(context, window + length - 1 + ALIGNMENT)
     splits_wanted = max(1, WANTED[device] // (batch * kv_heads * tiles))
     split = next((size for size in SPLITS if size * splits_wanted >= context), SPLITS[-1])
     return Plan(
@@ -184,23 +189,28 @@ def make_plan(
         tiles=tiles,
         split=split,
         parts=-(-context // split),
+        tensor=tensor,
     )
 
 
+SECTIONS = {
+    "partials": ("setup", "scalar", "finish"),
+    "partials_tensor": ("setup", "tensor", "finish"),
+    "merge": ("merge",),
+}
+
+
 @cache
-def kernel(device: Literal["metal", "cuda"], section: str) -> Any:
-    """The kernel in a section of this operation's source for `device`. Compiled by MLX when it first runs."""
+def kernel(device: Literal["metal", "cuda"], name: str) -> Any:
+    """One of the kernels in this operation's source for `device`. Compiled by MLX when it first runs."""
     build = mx.fast.metal_kernel if device == "metal" else mx.fast.cuda_kernel
     sections = dispatch.source("paged_attention.metal" if device == "metal" else "paged_attention.cu")
-    inputs = {
-        "partials": ["queries", "keys", "values", "block_tables", "lengths", "starts", "sinks", "constants"],
-        "merge": ["partial", "stats", "sinks"],
-    }
+    partials = ["queries", "keys", "values", "block_tables", "lengths", "starts", "sinks", "constants"]
     return build(
-        name=f"metalctl_paged_attention_{section}",
-        input_names=inputs[section],
-        output_names=["output", "stats"] if section == "partials" else ["output"],
-        source=sections[section],
+        name=f"metalctl_paged_attention_{name}",
+        input_names=["partial", "stats", "sinks"] if name == "merge" else partials,
+        output_names=["output"] if name == "merge" else ["output", "stats"],
+        source="".join(sections[section] for section in SECTIONS[name]),
         header=sections["header"],
     )
 
@@ -230,7 +240,7 @@ def paged(
     rows = (batch, heads, length)
     simds = ("SIMDS" if plan.device == "metal" else "WARPS", SIMDS)
     logits = mx.zeros((1,), dtype=mx.float32) if sinks is None else sinks.astype(mx.float32)
-    output, stats = kernel(plan.device, "partials")(
+    output, stats = kernel(plan.device, "partials_tensor" if plan.tensor else "partials")(
         inputs=[
             *(queries, key_pool, value_pool, block_tables, lengths),
             *(lengths if starts is None else starts, logits, constants(scale, softcap or 0.0)),

@@ -10,7 +10,7 @@ using uint = unsigned int;
 #define __forceinline__ inline __attribute__((always_inline))
 #define __launch_bounds__(...)
 #define __restrict__
-#define CUDA_EMULATED 1
+#define KERNEL_EMULATOR 1
 #define METAL_SHARED(name, size, item, alignment)        \
   (static_cast<char*>(({                                 \
     static char key;                                     \
@@ -139,6 +139,13 @@ void emulator_mma(float (&c)[4], const unsigned (&a)[4], const unsigned (&b)[2],
     c[i] = sum;
   }
 }
+
+#define EMULATOR_MMA(T, name)                                                                                     \
+  template <>                                                                                                     \
+  inline void name<T>(float(&d)[4], unsigned a0, unsigned a1, unsigned a2, unsigned a3, unsigned b0, unsigned b1) { \
+    const unsigned a[4] = {a0, a1, a2, a3}, b[2] = {b0, b1};                                                      \
+    emulator_mma<T>(d, a, b, __LINE__);                                                                           \
+  }
 
 // What MLX passes beside an array whose shape the source asks for.
 struct Shape {
