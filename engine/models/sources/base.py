@@ -2,7 +2,7 @@
 
 import errno
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -72,6 +72,17 @@ class CachedModel:
     reference: str = ""  # as a user may write it; filled in where the default source is known
 
 
+@dataclass(frozen=True, slots=True)
+class RemoteFile:
+    """A file on a hub, read by ranges. `fetch(start, stop)` returns those bytes and raises HubError."""
+
+    size: int
+    fetch: Callable[[int, int], bytes]
+
+    def read(self, offset: int, length: int) -> bytes:
+        return self.fetch(offset, min(offset + length, self.size)) if length and offset < self.size else b""
+
+
 class Progress(Protocol):
     """Told what happens to files while they are fetched. Calls may come from several threads."""
 
@@ -106,6 +117,12 @@ class ModelSource(Protocol):
     def fetch(self, plan: Plan, progress: Progress) -> Checkpoint:
         """Fetch what `plan` says and is not here. Raises HubError or StorageError; what is left behind never looks
         complete, and the next fetch goes on from it where it can."""
+
+    def open_remote(self, plan: Plan, path: str, progress: Progress) -> RemoteFile:
+        """A planned file for reading parts of it where it is, without keeping anything."""
+
+    def licence(self, reference: Reference, progress: Progress) -> str | None:
+        """What the source says the model may be used for."""
 
     def find(self, reference: Reference) -> Checkpoint:
         """The model from what is on this machine, without any connection. Raises NotCachedError or a subclass."""

@@ -180,6 +180,23 @@ class Transfer:
                     told = True
 
 
+def read_range(url: str, api: HfApi, start: int, stop: int) -> bytes:
+    """The bytes from `start` to before `stop` of the file at `url`. Raises ConnectionError for any other answer."""
+    headers = {**build_hf_headers(token=api.token), "Accept-Encoding": "identity", "Range": f"bytes={start}-{stop - 1}"}
+    with get_session().stream("GET", url, headers=headers, timeout=HF_HUB_DOWNLOAD_TIMEOUT) as response:
+        hf_raise_for_status(response)
+        if response.status_code != 206 and start:
+            raise ConnectionError("the hub does not serve parts of files")
+        data = bytearray()
+        for chunk in response.iter_bytes():
+            data += chunk
+            if len(data) >= stop - start:
+                break
+    if len(data) < stop - start:
+        raise ConnectionError(f"{len(data)} bytes arrived, not {stop - start}")
+    return bytes(data[: stop - start])
+
+
 @cache
 def _xet_session() -> Any:
     from hf_xet import XetSession

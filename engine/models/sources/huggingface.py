@@ -14,6 +14,7 @@ from huggingface_hub import (
     constants,
     get_cached_repo_tree,
     hf_hub_download,
+    hf_hub_url,
     scan_cache_dir,
     snapshot_download,
     try_to_load_from_cache,
@@ -43,11 +44,12 @@ from metalctl.engine.models.sources.base import (
     Plan,
     PlannedFile,
     Progress,
+    RemoteFile,
     require_space,
     storage_errors,
 )
 from metalctl.engine.models.sources.hf_errors import ask, translated
-from metalctl.engine.models.sources.hf_transfer import Blob, Transfer
+from metalctl.engine.models.sources.hf_transfer import Blob, Transfer, read_range
 from metalctl.engine.models.sources.local import folder_quantisation
 from metalctl.engine.models.sources.offline import incomplete, not_cached, whole_in_folder
 
@@ -94,6 +96,19 @@ class HuggingFace:
         except (HTTPError, OSError) as error:
             raise translated(error, reference, self.cache) from error
         return self.find(reference)
+
+    def open_remote(self, plan: Plan, path: str, progress: Progress) -> RemoteFile:
+        reference, size = plan.reference, next(file.size for file in plan.files if file.path == path)
+        url = hf_hub_url(reference.name, path, revision=plan.revision, endpoint=self.api.endpoint)
+
+        def fetch(start: int, stop: int) -> bytes:
+            return ask(lambda: read_range(url, self.api, start, stop), reference, progress, self.cache)
+
+        return RemoteFile(size or 0, fetch)
+
+    def licence(self, reference: Reference, progress: Progress) -> str | None:
+        card = self.info(reference, progress).card_data
+        return card.license if card is not None and isinstance(card.license, str) else None
 
     def find(self, reference: Reference) -> Checkpoint:
         try:

@@ -8,7 +8,7 @@ from metalctl.engine.errors import CheckpointError, ModelNotFoundError, UsageErr
 from metalctl.engine.models.checkpoint import Checkpoint
 from metalctl.engine.models.references import Reference
 from metalctl.engine.models.selection import gguf_models, missing_parts, missing_shards, select
-from metalctl.engine.models.sources.base import CachedModel, Plan, PlannedFile, Progress
+from metalctl.engine.models.sources.base import CachedModel, Plan, PlannedFile, Progress, RemoteFile
 
 INDEX = "model.safetensors.index.json"
 
@@ -40,6 +40,12 @@ class Local:
             raise UsageError(f"{reference.name} is one file; the tag {reference.tag} has nothing to choose from.")
         parts = _all_parts(path)
         return Checkpoint(str(reference), "gguf", parts[0], parts)
+
+    def open_remote(self, plan: Plan, path: str, progress: Progress) -> RemoteFile:
+        raise AssertionError("what is local is never remote")
+
+    def licence(self, reference: Reference, progress: Progress) -> str | None:
+        return None
 
     def cached(self) -> Sequence[CachedModel]:
         return ()

