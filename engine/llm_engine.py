@@ -14,6 +14,7 @@ from metalctl.engine.cache.block_pool import BlockPool
 from metalctl.engine.cache.layout import read_layout
 from metalctl.engine.config import EngineConfig
 from metalctl.engine.errors import ContextLengthError, UsageError
+from metalctl.engine.grammar import TokenGrammar
 from metalctl.engine.memory import device_memory, plan
 from metalctl.engine.model_runner import InFlight, ModelRunner
 from metalctl.engine.models.checkpoint import LoadedModel
@@ -89,7 +90,7 @@ class LLMEngine:
         )
         self.scheduler = Scheduler(
             self.blocks,
-            max_num_seqs=config.max_num_seqs,
+            max_num_seqs=self._most_running(),
             max_num_batched_tokens=config.max_num_batched_tokens,
             max_model_len=self.max_model_len,
             cut_at_prompt_end=layout.has_states and config.prefix_cache == "on",
@@ -101,6 +102,13 @@ class LLMEngine:
         self._in_step: list[Sequence] = []  # whose computing is to blame if something is thrown now
         self._names = itertools.count()
         self._stats = EngineStats()
+
+    def _most_running(self) -> int:
+        """Sequences that may run at once; with a prefix cache half of the state slots are left to checkpoints."""
+        if self.blocks.states is None:
+            return self.config.max_num_seqs
+        slots = self.blocks.states.limit - 1
+        return min(self.config.max_num_seqs, slots if self.config.prefix_cache == "off" else max(1, slots // 2))
 
     # -- requests
 
@@ -124,6 +132,7 @@ class LLMEngine:
         params: SamplingParams | None = None,
         request_id: str | None = None,
         cache_salt: bytes = b"",
+        grammar: TokenGrammar | None = None,
     ) -> str:
         """Queue a request; `step` yields what comes of it. Raises as `check` does, and UsageError for an id in use."""
         params = params or SamplingParams()
@@ -132,9 +141,9 @@ class LLMEngine:
         if name in self._sequences:
             raise UsageError(f"a request with the id {name!r} is already running.")
         seed = params.seed if params.seed is not None else secrets.randbits(63)
-        sequence = Sequence(name, list(token_ids), params, seed=seed, cache_salt=cache_salt)
+        sequence = Sequence(name, list(token_ids), params, seed=seed, cache_salt=cache_salt, grammar=grammar)
         self._sequences[name] = sequence
-        self._texts[name] = TextStream(self.tokenizer.detokenizer(), params.stop)
+        self._texts[name] = TextStream(self.tokenizer.detokenizer(params.skip_special_tokens), params.stop)
         self.scheduler.add(sequence)
         self._stats.requests += 1
         self._stats.prompt_tokens += len(token_ids)
@@ -213,7 +222,9 @@ class LLMEngine:
             reason, stop_reason = FinishReason.STOP, token
         else:
             text = stream.add(token, watch=count >= params.min_tokens)
-            if stream.stopped_by is None and (count == params.max_tokens or index + 1 >= self.max_model_len):
+            if self._completes(sequence, token):
+                reason = FinishReason.STOP
+            elif stream.stopped_by is None and (count == params.max_tokens or index + 1 >= self.max_model_len):
                 reason = FinishReason.LENGTH
         if reason is not None:
             text += stream.finish()
@@ -229,6 +240,13 @@ class LLMEngine:
             logprobs=() if detail is None else (detail,),
             prompt_logprobs=_prompt_logprobs(sequence) if first else None,
         )
+
+    def _completes(self, sequence: Sequence, token: int) -> bool:
+        """Whether the sequence's grammar has come to its end with this token."""
+        if sequence.grammar is None:
+            return False
+        sequence.grammar.advance(token)
+        return sequence.grammar.is_stopped
 
     def _end(
         self,

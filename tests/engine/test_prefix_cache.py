@@ -89,12 +89,12 @@ def test_a_growing_chat_hits_on_its_second_turn_and_stays_exact(models, name):
     served, alone = models(name)
     runner = make(served, "on")
     chat = prompt(3 * BLOCK + 3, 2)
+    before = 0
     for turn in range(4):
         got = run(runner, chat, 13)
         assert_matches_alone(alone, got, chat)
-        if turn:
-            # All but the last part of a block of what was there before, the answer included.
-            assert got[2] >= (before - 1) // BLOCK * BLOCK
+        # All but the last part of a block of what was there before, the answer included.
+        assert got[2] >= (before - 1) // BLOCK * BLOCK
         before = len(chat) + 13
         chat = chat + got[0] + prompt(4, 70 + turn)
 

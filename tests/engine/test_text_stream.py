@@ -1,5 +1,7 @@
 """Stop strings: found wherever tokens begin and end, and nothing held back longer than it must be."""
 
+import itertools
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -66,7 +68,7 @@ def test_only_a_possible_beginning_of_a_stop_string_is_held_back(pieces, stop):
 @given(st.text(ALPHABET, max_size=20), stops, st.randoms(use_true_random=False))
 def test_where_tokens_end_makes_no_difference(whole, stop, rng):
     cuts = sorted({rng.randint(0, len(whole)) for _ in range(5)} | {0, len(whole)})
-    pieces = [whole[a:b] for a, b in zip(cuts, cuts[1:], strict=False)]
+    pieces = [whole[a:b] for a, b in itertools.pairwise(cuts)]
     one, one_stop = streamed(list(whole), stop)
     other, other_stop = streamed(pieces, stop)
     assert ("".join(other), other_stop) == ("".join(one), one_stop) or len(stop) > 1
