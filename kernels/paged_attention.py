@@ -7,6 +7,7 @@ from typing import Any, Literal
 import mlx.core as mx
 
 from metalctl.kernels import dispatch
+from metalctl.kernels.cpu import paged as cpu
 
 SIMD = 32
 SIMDS = 4  # SIMD-groups (warps) of a threadgroup
@@ -57,6 +58,8 @@ def paged_attention(
             return reference(*arguments)
         case "metal" | "cuda" as device if (plan := make_plan(device, *arguments[:4], window)) is not None:
             return paged(plan, *arguments)
+        case "cpu" if cpu.applies(*arguments[:3]):
+            return cpu.paged_attention(*arguments)
     return plain(*arguments)
 
 

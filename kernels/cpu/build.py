@@ -64,7 +64,14 @@ def build(cache: Path, notice: Callable[[str], None]) -> Built:
 def key(compiler: str) -> str:
     """Names everything that the compiled code depends on: sources, flags, compiler, MLX and processor."""
     digest = hashlib.sha256()
-    for part in (*_COMMON, *map(str, sorted(_ISA.items())), compiler, _compiler_version(compiler), version("mlx"), _cpu()):
+    for part in (
+        *_COMMON,
+        *map(str, sorted(_ISA.items())),
+        compiler,
+        _compiler_version(compiler),
+        version("mlx"),
+        _cpu(),
+    ):
         digest.update(part.encode() + b"\0")
     for source in sorted((*SOURCES.glob("*.cpp"), *SOURCES.glob("*.h"))):
         digest.update(source.name.encode() + b"\0" + source.read_bytes())

@@ -1,0 +1,199 @@
+"""The one place where layers of a loaded model are replaced: on a CPU, by layers on the kernels of this program.
+
+Nothing happens elsewhere. The replacements are per model: other models, and mlx-lm's own code, stay as they are.
+"""
+
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx_lm.models.rope_utils import Llama3RoPE, YarnRoPE
+from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwiGLU, SwitchGLU, SwitchLinear
+
+from metalctl.engine import native_layers as native
+from metalctl.kernels.cpu import library
+from metalctl.kernels.cpu.build import BuildError, build
+from metalctl.kernels.cpu.library import Gate, LibraryError
+
+CLOSE = 0.05  # of the largest value: what a gate's 8-bit activations may differ; a wrong gate differs by far more
+_FLOATS = (mx.float16, mx.bfloat16, mx.float32)
+
+
+def prepare(cache: Path, notice: Callable[[str], None]) -> str:
+    """Load the CPU kernels, compiling them if need be; returns what is active, in one line.
+
+    `notice` is called before something that takes long, and with the reason when there will be no kernels.
+    """
+    if mx.default_device() != mx.cpu:
+        return "not needed: this machine computes on its GPU"
+    # MLX would otherwise run the system's compiler during the first step, or fail where there is none.
+    mx.disable_compile()
+    if not library.loaded():
+        try:
+            library.load(build(cache, notice).library)
+        except (BuildError, LibraryError) as error:
+            reason = f"no CPU kernels, models will run slowly: {error}"
+            notice(reason)
+            return reason
+    return library.description()
+
+
+def accelerate(model: nn.Module) -> list[str]:
+    """Replace the layers of `model` that the loaded kernels can compute; returns what was done, for people.
+
+    Frees the weights as they were, one layer at a time. Does nothing where no kernels are loaded.
+    """
+    if not library.loaded():
+        return []
+    replaced: Counter[str] = Counter()
+    for parent in [model, *model.modules()]:
+        siblings = native.Siblings()
+        for module in _direct(parent):
+            if type(module) in _LEAVES:
+                replaced[_LEAVES[type(module)](module, siblings)] += 1
+    for module in model.modules():
+        replaced[_composite(module)] += 1
+    mx.clear_cache()
+    counts = [f"{count} {name}" for name, count in replaced.items() if name]
+    return [f"CPU kernels ({library.description()}): {', '.join(counts)}"] if counts else []
+
+
+def _direct(parent: nn.Module) -> list[nn.Module]:
+    found = []
+    for child in parent.children().values():
+        found.extend([child] if isinstance(child, nn.Module) else [])
+        found.extend(m for m in child if isinstance(m, nn.Module)) if isinstance(child, list) else None
+    return found
+
+
+# -- one row a kind of layer: what replaces it, and what that is called; "" where it stays
+
+
+def _linear(module: Any, siblings: native.Siblings) -> str:
+    if not _packable(module):
+        return ""
+    module.__class__ = native.QuantizedLinear if isinstance(module, nn.QuantizedLinear) else native.Linear
+    module.adopt(siblings)
+    return "linear layers"
+
+
+def _embedding(module: Any, siblings: native.Siblings) -> str:
+    if not _packable(module):
+        return ""
+    module.__class__ = native.QuantizedEmbedding if isinstance(module, nn.QuantizedEmbedding) else native.Embedding
+    module.adopt()
+    return "embeddings"
+
+
+def _experts(module: Any, siblings: native.Siblings) -> str:
+    if not _packable(module):
+        return ""
+    module.__class__ = native.QuantizedExperts if isinstance(module, QuantizedSwitchLinear) else native.Experts
+    module.adopt()
+    return "expert layers"
+
+
+def _norm(module: Any, siblings: native.Siblings) -> str:
+    module.__class__ = native.RMSNorm
+    module.adopt(plus_one=False)
+    return "norms"
+
+
+def _rope(module: Any, siblings: native.Siblings) -> str:
+    if not module.dims or module.dims % 2:
+        return ""
+    half = module.dims // 2
+    exponents = mx.arange(0, -half, -1).astype(mx.float32) * (mx.log(mx.array(float(module.base))) / half)
+    return _turn(module, mx.exp(exponents), module.traditional, module.scale)
+
+
+def _llama3_rope(module: Any, siblings: native.Siblings) -> str:
+    return _turn(module, 1 / module._freqs, module.traditional, 1.0)
+
+
+def _yarn_rope(module: Any, siblings: native.Siblings) -> str:
+    return _turn(module, 1 / module._freqs, module.traditional, 1.0) if module.mscale == 1.0 else ""
+
+
+def _turn(module: Any, inverse_frequencies: mx.array, traditional: bool, scale: float) -> str:
+    module.__class__ = native.RoPE
+    module.adopt(inverse_frequencies.tolist(), traditional, scale)
+    return "ropes"
+
+
+_LEAVES: dict[type, Callable[[Any, native.Siblings], str]] = {
+    nn.Linear: _linear,
+    nn.QuantizedLinear: _linear,
+    nn.Embedding: _embedding,
+    nn.QuantizedEmbedding: _embedding,
+    SwitchLinear: _experts,
+    QuantizedSwitchLinear: _experts,
+    nn.RMSNorm: _norm,
+    nn.RoPE: _rope,
+    Llama3RoPE: _llama3_rope,
+    YarnRoPE: _yarn_rope,
+}
+
+
+def _packable(module: Any) -> bool:
+    if "scales" in module:
+        return "biases" in module and library.can_pack(module.bits, module.group_size, module.mode)
+    return module["weight"].dtype in _FLOATS
+
+
+# -- modules that are recognised by what they compute
+
+
+def _composite(module: Any) -> str:
+    if type(module) is SwitchGLU and type(module.activation) is SwiGLU:
+        if not all(isinstance(p, native.NativeExperts) for p in (module.gate_proj, module.up_proj, module.down_proj)):
+            return ""
+        module.__class__ = native.GatedExperts
+        module.adopt()
+        return "expert MLPs"
+    if set(module.children()) == {"gate_proj", "up_proj", "down_proj"} and not isinstance(module, SwitchGLU):
+        return _gated_mlp(module)
+    if type(module).__name__.endswith("RMSNorm") and set(module) == {"weight"} and hasattr(module, "eps"):
+        return _unknown_norm(module)
+    return ""
+
+
+def _gated_mlp(module: Any) -> str:
+    """An MLP whose gate is one of those we know, as its own result on a random input shows."""
+    if not all(isinstance(part, native.NativeLinear) for part in module.children().values()):
+        return ""
+    x = mx.random.normal((2, module.gate_proj.native.layout.k), key=mx.random.key(0))
+    expected = module(x)
+    gate, up = module.gate_proj.operation(x), module.up_proj.operation(x)
+    for kind, activation in ((Gate.SILU, nn.silu), (Gate.GELU_TANH, nn.gelu_approx)):
+        if _agree(expected, module.down_proj.operation(activation(gate) * up)):
+            module.__class__ = _with_call_of(native.GatedMLP, type(module))
+            native.GatedMLP.adopt(module, kind)
+            return "MLPs"
+    return ""
+
+
+def _unknown_norm(module: Any) -> str:
+    if isinstance(module, native.RMSNorm):
+        return ""
+    x = mx.random.normal((2, module["weight"].size), key=mx.random.key(0))
+    expected = module(x)
+    weight = module["weight"].astype(mx.float32)
+    for plus_one in (False, True):
+        if _agree(expected, mx.fast.rms_norm(x, weight + 1.0 if plus_one else weight, module.eps), 1e-2):
+            module.__class__ = native.RMSNorm
+            module.adopt(plus_one)
+            return "norms"
+    return ""
+
+
+def _agree(a: mx.array, b: mx.array, tolerance: float = 1e-3) -> bool:
+    return bool(mx.abs(a - b).max() <= tolerance * mx.abs(a).max())
+
+
+def _with_call_of(ours: type, theirs: type) -> type:
+    """A subclass of the module's own class, so that whoever asks still finds it, that is called as ours is."""
+    return type(theirs.__name__, (ours, theirs), {})

@@ -1,0 +1,255 @@
+"""Layers of a loaded model on the CPU kernels. Each takes the place of one of MLX's own, keeps its attributes, and holds
+its weights packed. Everything between layers is float32, whatever the checkpoint's type."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchGLU, SwitchLinear
+
+from metalctl.kernels.cpu import library
+from metalctl.kernels.cpu.library import Gate, Operation, Weight
+
+MOST_TOGETHER = 3  # layers that one operation computes
+
+
+class Group:
+    """Linear layers that are given the same array: the first one's call computes all."""
+
+    def __init__(self, members: "Sequence[NativeLinear]"):
+        self._leader = members[0]
+        self._followers = {id(member): i for i, member in enumerate(members)}
+        self._operation = library.linear([m.native for m in members], [m.native_bias for m in members])
+        self._x: mx.array | None = None
+        self._results: list[mx.array | None] = []
+
+    def __call__(self, member: "NativeLinear", x: mx.array) -> mx.array:
+        if member is self._leader:
+            results = self._operation.all(x)
+            self._x, self._results = x, [None, *results[1:]]
+            return results[0]
+        result = self._take(self._followers[id(member)]) if x is self._x else None
+        return member.operation(x) if result is None else result
+
+    def _take(self, index: int) -> mx.array | None:
+        result, self._results[index] = self._results[index], None
+        if not any(r is not None for r in self._results):
+            self._x = None
+        return result
+
+
+class Siblings:
+    """The linear layers of one module. Which of them are given the same array, the first pass shows."""
+
+    def __init__(self) -> None:
+        self._seen: list[tuple[mx.array, NativeLinear]] | None = []
+
+    def __call__(self, member: "NativeLinear", x: mx.array) -> mx.array:
+        if self._seen is not None:
+            if all(member is not other for _, other in self._seen):
+                self._seen.append((x, member))
+                return member.operation(x)
+            self._form_groups(self._seen)
+            self._seen = None
+        return member.operation(x) if member.group is None else member.group(member, x)
+
+    @staticmethod
+    def _form_groups(seen: "list[tuple[mx.array, NativeLinear]]") -> None:
+        together: dict[int, list[NativeLinear]] = {}
+        for x, member in seen:
+            together.setdefault(id(x), []).append(member)
+        for members in together.values():
+            for start in range(0, len(members), MOST_TOGETHER):
+                some = members[start : start + MOST_TOGETHER]
+                if len(some) > 1:
+                    group = Group(some)
+                    for member in some:
+                        member.group = group
+
+
+class NativeLinear(nn.Module):
+    """What our two kinds of linear layer have in common."""
+
+    native: Weight
+    native_bias: mx.array | None
+    operation: Operation
+    siblings: Siblings | None
+    group: Group | None
+
+    def adopt(self, siblings: Siblings) -> None:
+        """Pack the weights, and let go of them as they were."""
+        self.native = _packed(self)
+        self["packed"] = self.native.data
+        bias = self.pop("bias", None)
+        object.__setattr__(self, "native_bias", None if bias is None else _float32(bias))
+        if self.native_bias is not None:
+            self["bias"] = self.native_bias
+        self.operation = library.linear([self.native], [self.native_bias])
+        self.siblings = siblings
+        self.group = None
+
+    def __call__(self, x: mx.array) -> mx.array:
+        return self.siblings(self, x) if self.siblings is not None else self.operation(x)
+
+    @property
+    def weight(self) -> mx.array:
+        """As floats `[n, k]`; made anew for whoever asks."""
+        return _unpacked(self.native)
+
+
+class Linear(NativeLinear, nn.Linear):
+    pass
+
+
+class QuantizedLinear(NativeLinear, nn.QuantizedLinear):
+    pass
+
+
+class NativeEmbedding(nn.Module):
+    native: Weight
+    lookup: Operation
+    operation: Operation
+
+    def adopt(self) -> None:
+        self.native = _packed(self)
+        self["packed"] = self.native.data
+        self.lookup = library.embedding(self.native)
+        self.operation = library.linear([self.native])
+
+    def __call__(self, ids: mx.array) -> mx.array:
+        return self.lookup(ids if ids.dtype in (mx.int32, mx.uint32) else ids.astype(mx.int32))
+
+    def as_linear(self, x: mx.array) -> mx.array:
+        return self.operation(x)
+
+    @property
+    def weight(self) -> mx.array:
+        """As floats `[n, k]`; made anew for whoever asks."""
+        return _unpacked(self.native)
+
+
+class Embedding(NativeEmbedding, nn.Embedding):
+    pass
+
+
+class QuantizedEmbedding(NativeEmbedding, nn.QuantizedEmbedding):
+    pass
+
+
+class NativeExperts(nn.Module):
+    native: Weight
+    native_bias: mx.array | None
+    operation: Operation
+
+    def adopt(self) -> None:
+        self.native = _packed(self)
+        self["packed"] = self.native.data
+        bias = self.pop("bias", None)
+        object.__setattr__(self, "native_bias", None if bias is None else _float32(bias))
+        if self.native_bias is not None:
+            self["bias"] = self.native_bias
+        self.operation = library.experts([self.native], [self.native_bias])
+
+    def __call__(self, x: mx.array, indices: mx.array, sorted_indices: bool = False) -> mx.array:
+        return self.operation(x, indices.astype(mx.int32))
+
+    @property
+    def input_dims(self) -> int:
+        return self.native.layout.k
+
+    @property
+    def output_dims(self) -> int:
+        return self.native.layout.n
+
+    @property
+    def num_experts(self) -> int:
+        return self.native.layout.count
+
+
+class Experts(NativeExperts, SwitchLinear):
+    pass
+
+
+class QuantizedExperts(NativeExperts, QuantizedSwitchLinear):
+    pass
+
+
+class GatedExperts(SwitchGLU):
+    """`SwitchGLU` with SwiGLU: gate, up and the product between them are one operation."""
+
+    def adopt(self) -> None:
+        parts = (self.gate_proj, self.up_proj)
+        self.gated = library.experts([p.native for p in parts], [p.native_bias for p in parts], Gate.SILU)
+
+    def __call__(self, x: mx.array, indices: mx.array) -> mx.array:
+        indices = indices.astype(mx.int32)
+        hidden = self.gated(mx.expand_dims(x, (-2, -3)), indices)
+        return self.down_proj.operation(hidden, indices).squeeze(-2)
+
+
+class GatedMLP(nn.Module):
+    """`down(activation(gate(x)) * up(x))`: gate, up and the product between them are one operation."""
+
+    gated: Operation
+
+    def adopt(self, activation: Gate) -> None:
+        parts = (self.gate_proj, self.up_proj)
+        self.gated = library.linear([p.native for p in parts], [p.native_bias for p in parts], activation)
+
+    def __call__(self, x: mx.array) -> mx.array:
+        return self.down_proj.operation(self.gated(x))
+
+
+class RMSNorm(nn.Module):
+    operation: Operation
+    native_weight: mx.array
+
+    def adopt(self, plus_one: bool) -> None:
+        weight = _float32(self["weight"] + 1.0 if plus_one else self["weight"])
+        object.__setattr__(self, "native_weight", weight)
+        self.operation = library.rms_norm(weight, self.eps)
+
+    def __call__(self, x: mx.array) -> mx.array:
+        return self.operation(x)
+
+
+class Positions:
+    """The last offset as an array: all layers of a step ask for the same."""
+
+    _last: tuple[int, mx.array] | None = None
+
+    @classmethod
+    def of(cls, offset: int | mx.array) -> mx.array:
+        if not isinstance(offset, int):
+            return offset if offset.dtype == mx.int32 else offset.astype(mx.int32)
+        if cls._last is None or cls._last[0] != offset:
+            cls._last = (offset, mx.array(offset, mx.int32))
+        return cls._last[1]
+
+
+class RoPE(nn.Module):
+    operation: Operation
+
+    def adopt(self, inverse_frequencies: list[float], traditional: bool, scale: float) -> None:
+        self.operation = library.rope(inverse_frequencies, traditional, scale)
+
+    def __call__(self, x: mx.array, offset: int | mx.array = 0) -> mx.array:
+        return self.operation(x, Positions.of(offset))
+
+
+def _packed(module: Any) -> Weight:
+    weight, scales, offsets = module.pop("weight"), module.pop("scales", None), module.pop("biases", None)
+    if scales is None:
+        return library.pack_floating(weight)
+    return library.pack_quantized(weight, scales, offsets, module.bits, module.group_size)
+
+
+def _unpacked(weight: Weight) -> mx.array:
+    return library.embedding(weight)(mx.arange(weight.layout.n, dtype=mx.int32))
+
+
+def _float32(array: mx.array) -> mx.array:
+    result = mx.contiguous(array.astype(mx.float32))
+    mx.eval(result)
+    return result
