@@ -9,6 +9,7 @@ from collections.abc import Sequence as Many
 from typing import Any
 
 from metalctl.engine.errors import MetalctlError
+from metalctl.engine.grammar import TokenGrammar
 from metalctl.engine.llm_engine import LLMEngine
 from metalctl.engine.sequence import FinishReason, RequestOutput, SamplingParams
 
@@ -91,6 +92,7 @@ class EngineThread:
         params: SamplingParams | None = None,
         request_id: str | None = None,
         cache_salt: bytes = b"",
+        grammar: TokenGrammar | None = None,
         loop: asyncio.AbstractEventLoop | None = None,
     ) -> RequestStream:
         """Queue a request and return its stream; with `loop` one that is read there. Raises as LLMEngine.check does,
@@ -102,7 +104,7 @@ class EngineThread:
         with self._lock:
             if not self.alive:
                 raise EngineDeadError("the engine has stopped.", "Start it again.")
-            self._commands.put(lambda: self._add(stream, token_ids, params, cache_salt))
+            self._commands.put(lambda: self._add(stream, token_ids, params, cache_salt, grammar))
         return stream
 
     def call(self, function: Callable[[LLMEngine], Any]) -> Any:
@@ -162,10 +164,17 @@ class EngineThread:
             command()
         return True
 
-    def _add(self, stream: RequestStream, token_ids: Many[int], params: SamplingParams, cache_salt: bytes) -> None:
+    def _add(
+        self,
+        stream: RequestStream,
+        token_ids: Many[int],
+        params: SamplingParams,
+        cache_salt: bytes,
+        grammar: TokenGrammar | None,
+    ) -> None:
         self._streams[stream.request_id] = stream
         try:
-            self.engine.add_request(token_ids, params, stream.request_id, cache_salt)
+            self.engine.add_request(token_ids, params, stream.request_id, cache_salt, grammar)
         except Exception as error:  # noqa: BLE001  it belongs to this request
             self._deliver(RequestOutput(stream.request_id, "", (), FinishReason.ERROR, error=error))
 

@@ -85,7 +85,7 @@ class LLMEngine:
             config.block_size,
             states=BlockPool(self.memory.slot_limit, initial=8) if layout.has_states else None,
             root=f"{loaded.fingerprint} {config.kv_cache_dtype}".encode(),
-            enabled=config.prefix_cache != "off",
+            enabled=config.prefix_cache != "off" and layout.shares_prefixes,
             grid=chunk if config.prefix_cache == "exact" else None,
         )
         self.scheduler = Scheduler(

@@ -73,6 +73,8 @@ class Sampler:
             logits = rows.penalties(logits)
         if rows.allowed is not None:
             logits = mx.where(rows.allowed, logits, _NEVER)
+        if rows.has_grammar:
+            logits = mx.where(rows.grammatical(), logits, _NEVER)
         banned = rows.banned(self._eos)
         if banned is not None:
             logits[banned[0], banned[1]] = _NEVER
@@ -102,6 +104,7 @@ class _Rows:
         self.min_p = _column([p.min_p for p in params])
         self.bias = _triples([(i, t, b) for i, p in enumerate(params) for t, b in p.logit_bias if t < width])
         self.allowed = self._allowed()
+        self.has_grammar = any(sequence.grammar is not None for sequence in sequences)
         self.penalties = _Penalties(sequences, width, last) if any(map(_is_penalised, params)) else None
         self._banned = [(i, t) for i, p in enumerate(params) for t in p.banned_token_ids if t < width]
         self._seeds = np.array([sequence.seed % 2**64 for sequence in sequences], np.uint64)
@@ -133,6 +136,14 @@ class _Rows:
         if not pairs:
             return None
         return mx.array([row for row, _ in pairs]), mx.array([token for _, token in pairs])
+
+    def grammatical(self) -> mx.array:
+        """What the rows' grammars allow in this step, bool `[N, V]`."""
+        allowed = np.ones((len(self.sequences), self.width), bool)
+        for row, sequence in enumerate(self.sequences):
+            if sequence.grammar is not None:
+                sequence.grammar.fill(allowed[row])
+        return mx.array(allowed)
 
     def count(self, tokens: mx.array) -> None:
         if self.penalties is not None:

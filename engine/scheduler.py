@@ -114,7 +114,7 @@ class Scheduler:
     # -- inner
 
     def _schedule_decodes(self, output: SchedulerOutput) -> None:
-        for sequence in [s for s in self.running if s.num_new_tokens == 1]:
+        for sequence in [s for s in self.running if s.num_new_tokens == 1 and not s.needs_last_token]:
             if sequence.status is Status.RUNNING and self._wants_more(sequence) and self._place(sequence, 1, output):
                 output.decodes.append(sequence)
 

@@ -4,8 +4,12 @@ import itertools
 import time
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import TYPE_CHECKING
 
 from metalctl.engine.errors import UsageError
+
+if TYPE_CHECKING:
+    from metalctl.engine.grammar import TokenGrammar
 
 
 class FinishReason(StrEnum):
@@ -45,6 +49,7 @@ class SamplingParams:
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
+    skip_special_tokens: bool = True  # leave control tokens out of the text
     logprobs: int | None = None  # None: no log-probabilities; n: those of the chosen token and of the n likeliest
     logprob_token_ids: tuple[int, ...] = ()  # further tokens whose log-probabilities are wanted
     prompt_logprobs: int | None = None
@@ -133,6 +138,7 @@ class Sequence:
     params: SamplingParams
     seed: int = 0
     cache_salt: bytes = b""  # what beside the tokens the cached content depends on: adapter, images
+    grammar: "TokenGrammar | None" = None  # what its tokens are chosen from
     num_prompt_tokens: int = 0
     num_cached_tokens: int = 0
     num_scheduled_tokens: int = 0
@@ -162,6 +168,11 @@ class Sequence:
     def num_new_tokens(self) -> int:
         """Tokens that are not in the cache yet: 1 while decoding."""
         return self.num_tokens - self.num_cached_tokens
+
+    @property
+    def needs_last_token(self) -> bool:
+        """Whether its next step has to wait until Python has read its last token, which its grammar goes by."""
+        return self.grammar is not None and self.token_ids[-1] == PENDING
 
     @property
     def samples(self) -> bool:

@@ -48,11 +48,13 @@ def build(name: str, seed: int = 0, **changes: object) -> nn.Module:
 
 
 def randomize(model: nn.Module, seed: int = 0) -> None:
-    """Weights that make a random model decisive: matrices scaled by their width, everything else off its neutral value."""
+    """Weights that make a random model decisive: matrices scaled by their width, the rest off its neutral value."""
     keys = iter(mx.random.split(mx.random.key(seed), 2000))
 
     def draw(path: str, array: mx.array) -> mx.array:
-        noise = mx.random.normal(array.shape, key=next(keys))
+        if not mx.issubdtype(array.dtype, mx.floating):  # packed weights
+            return mx.random.randint(0, 2**31, array.shape, key=next(keys)).astype(array.dtype)
+        noise = mx.random.normal(array.shape, key=next(keys)).astype(array.dtype)
         if array.ndim >= 2:
             return noise * (1.5 / array.shape[-1] ** 0.5)
         return 1 + 0.3 * noise if path.endswith("weight") else 0.3 * noise
@@ -76,7 +78,7 @@ class CharacterTokenizer:
     def decode(self, ids: Sequence[int], **_: object) -> str:
         return "".join(map(self._text, ids))
 
-    def detokenizer(self) -> "CharacterTokenizer._Detokenizer":
+    def detokenizer(self, _skip_special_tokens: bool = True) -> "CharacterTokenizer._Detokenizer":
         return self._Detokenizer(self)
 
     @staticmethod
@@ -99,7 +101,9 @@ def load(model: nn.Module, eos: Sequence[int] = (), context: int = 4096) -> Load
     return LoadedModel(model, tokenizer, {"vocab_size": VOCAB}, context, fingerprint="tiny")  # type: ignore[arg-type]
 
 
-def reference(model: nn.Module, prompt: Sequence[int], count: int, chunk: int | None = None) -> tuple[list[int], mx.array]:
+def reference(
+    model: nn.Module, prompt: Sequence[int], count: int, chunk: int | None = None
+) -> tuple[list[int], mx.array]:
     """Greedy tokens of the model run by itself, and the logits `[count, V]` that they were chosen from."""
     cache = make_prompt_cache(model)
     step = chunk or len(prompt)
