@@ -1,0 +1,1 @@
+"""The HTTP server: what programs talk to."""
