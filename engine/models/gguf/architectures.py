@@ -2,10 +2,11 @@
 
 from metalctl.engine.errors import UnsupportedModelError
 from metalctl.engine.models.gguf.dense import DENSE
+from metalctl.engine.models.gguf.hybrid import HYBRID
 from metalctl.engine.models.gguf.mapping import Architecture
 from metalctl.engine.models.gguf.reader import Header
 
-ARCHITECTURES: dict[str, Architecture] = {**DENSE}
+ARCHITECTURES: dict[str, Architecture] = {**DENSE, **HYBRID}
 
 
 def architecture(header: Header) -> Architecture:

@@ -1,4 +1,4 @@
-"""The vocabulary in which architectures are described: where each GGUF tensor goes, and what happens to it on the way."""
+"""The words in which architectures are described: where each tensor goes, and what happens to it on the way."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -20,9 +20,10 @@ Config = dict[str, Any]
 class Rule:
     """What becomes of one GGUF tensor.
 
-    `targets` are modules (the tensor's own `.weight` or `.bias` is appended) or, with `whole`, parameters; several when the
-    tensor is cut. `rows` rearranges or cuts leading axes, so it works on packed rows as well as on numbers. `values` needs
-    numbers: such a tensor is held in floating point. `part` orders tensors that are joined, row upon row, into one target.
+    `targets` are modules (the tensor's own `.weight` or `.bias` is appended) or, with `whole`, parameters; several
+    when the tensor is cut. `rows` rearranges or cuts leading axes, so it works on packed rows as well as on numbers.
+    `values` needs numbers: such a tensor is held in floating point. `part` orders tensors that are joined into one
+    target. With `each`, a key of the config, the one target has a place for a number: so many modules take a share.
     """
 
     targets: tuple[str, ...]
@@ -30,6 +31,7 @@ class Rule:
     values: Callable[[Array, Config], Array] | None = None
     part: int = 0
     whole: bool = False
+    each: str | None = None
 
 
 def to(
@@ -38,8 +40,9 @@ def to(
     values: Callable[[Array, Config], Array] | None = None,
     part: int = 0,
     whole: bool = False,
+    each: str | None = None,
 ) -> Rule:
-    return Rule(targets, rows, values, part, whole)
+    return Rule(targets, rows, values, part, whole, each)
 
 
 Names = Mapping[str, Rule | str | None]
@@ -49,8 +52,8 @@ Names = Mapping[str, Rule | str | None]
 class Architecture:
     """One architecture of GGUF in terms of one model type of mlx-lm.
 
-    `config` makes the config of mlx-lm from the metadata. `names` maps tensors outside the layers and `layers` those of a
-    layer (without `blk.N.`) to modules; None: known, and not needed. Targets in `layers` start below `layer_path`.
+    `config` makes the config of mlx-lm from the metadata. `names` maps tensors outside the layers, and `layers` those
+    of a layer (without `blk.N.`), to modules; None: known, and not needed. Targets in `layers` start at `layer_path`.
     """
 
     config: Callable[["Keys"], Config]
@@ -76,10 +79,13 @@ class Architecture:
             return None
         return (Rule((found,)) if isinstance(found, str) else found), suffix, layer
 
-    def targets(self, rule: Rule, suffix: str, layer: int | None) -> list[str]:
+    def targets(self, rule: Rule, suffix: str, layer: int | None, config: Config) -> list[str]:
         """The full names of the parameters."""
         prefix = "" if layer is None else self.layer_path.format(layer)
-        return [prefix + target + ("" if rule.whole else suffix) for target in rule.targets]
+        names = rule.targets
+        if rule.each:
+            names = tuple(names[0].format(number) for number in range(config[rule.each]))
+        return [prefix + name + ("" if rule.whole else suffix) for name in names]
 
 
 class Keys:
@@ -153,6 +159,18 @@ def interleave(key: str) -> Callable[[Array, Config], Array]:
         return parts.swapaxes(1, 2).reshape(array.shape)
 
     return rows
+
+
+def shares(array: Array, config: Config) -> tuple[Array, ...]:
+    """One row for each module."""
+    return tuple(array)
+
+
+def query_key_value(array: Array, config: Config) -> tuple[Array, ...]:
+    """Cuts a fused projection by its rows."""
+    queries = heads(config) * config["head_dim"]
+    keys = heads(config, "num_key_value_heads") * config["head_dim"]
+    return array[:queries], array[queries : queries + keys], array[queries + keys :]
 
 
 def minus_one(array: Array, config: Config) -> Array:

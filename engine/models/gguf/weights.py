@@ -48,10 +48,11 @@ def build_model(header: Header, parts: list[tuple[Path, Header]], dtype: mx.Dtyp
     row = architecture(header)
     keys = Keys(header, {info.name: (path, info) for path, part in parts for info in part.tensors})
     config = row.config(keys)
-    plan = _plan(row, keys)
+    plan = _plan(row, keys, config)
     module = _empty_module(config)
     formats = _choose_formats(module, plan, precision)
-    _check_complete(header, module, plan, config)
+    shapes = {name: tuple(array.shape) for name, array in tree_flatten(module.parameters())}
+    _check_complete(header, shapes, plan)
     nn.quantize(module, class_predicate=lambda path, _: formats[path].parameters if path in formats else False)
     if row.prepare:
         row.prepare(module, keys)
@@ -62,14 +63,14 @@ def build_model(header: Header, parts: list[tuple[Path, Header]], dtype: mx.Dtyp
         if path in formats:
             weights += _quantised(target, path, pieces, config, dtype)
         else:
-            weights.append((target, _floating(target, pieces, config, dtype if keep(target) else mx.float32)))
+            weights.append((target, _floating(pieces, config, shapes[target], dtype if keep(target) else mx.float32)))
         mx.eval([array for _, array in weights[-3:]])
     module.load_weights(weights, strict=True)
     module.eval()
     return Model(module, config, _notes(header, formats, plan, precision))
 
 
-def _plan(row: Architecture, keys: Keys) -> dict[str, list[Piece]]:
+def _plan(row: Architecture, keys: Keys, config: Config) -> dict[str, list[Piece]]:
     """For each parameter, the tensors that it is made of."""
     plan: dict[str, list[Piece]] = {}
     for name, (path, info) in keys.tensors.items():
@@ -85,7 +86,7 @@ def _plan(row: Architecture, keys: Keys) -> dict[str, list[Piece]]:
         if found is None:
             continue
         rule, suffix, layer = found
-        for cut, target in enumerate(row.targets(rule, suffix, layer)):
+        for cut, target in enumerate(row.targets(rule, suffix, layer, config)):
             plan.setdefault(target, []).append(Piece(path, info, rule, cut))
     for pieces in plan.values():
         pieces.sort(key=lambda piece: piece.rule.part)
@@ -122,8 +123,7 @@ def _choose_formats(module: nn.Module, plan: dict[str, list[Piece]], precision: 
     return formats
 
 
-def _check_complete(header: Header, module: nn.Module, plan: dict[str, list[Piece]], config: Config) -> None:
-    expected = {name: tuple(array.shape) for name, array in tree_flatten(module.parameters())}
+def _check_complete(header: Header, expected: dict[str, tuple[int, ...]], plan: dict[str, list[Piece]]) -> None:
     missing = sorted(expected.keys() - plan.keys())
     if missing:
         raise CheckpointError(
@@ -135,18 +135,24 @@ def _check_complete(header: Header, module: nn.Module, plan: dict[str, list[Piec
             f"{header.name} has tensors that its own metadata leave no place for: {_some(strangers)}.",
             "The file was made for another version of the model.",
         )
+    shares: dict[str, list[tuple[int, ...]]] = {}
     for name, shape in expected.items():
-        pieces = plan[name]
-        count = int(np.prod(shape, dtype=np.int64))
-        found = sum(piece.info.size // len(piece.rule.targets) for piece in pieces)
-        exact = len(pieces) > 1 or len(pieces[0].rule.targets) > 1 or found == count
-        columns = pieces[0].info.shape[-1] == shape[-1] or pieces[0].rule.values is not None
-        if not exact or not columns:
-            raise CheckpointError(
-                f"{header.name}: tensor {pieces[0].info.name!r} has the shape {pieces[0].info.shape}; "
-                f"{shape} is what the metadata call for.",
-                "The file is damaged or was converted wrongly.",
-            )
+        shares.setdefault(plan[name][0].info.name, []).append(shape)
+    for name, shape in expected.items():
+        _check_shape(header, plan[name], shape, shares[plan[name][0].info.name])
+
+
+def _check_shape(header: Header, pieces: list[Piece], shape: tuple[int, ...], siblings: list[tuple[int, ...]]) -> None:
+    """As many values as the parameters take in all, in rows of the right length."""
+    found = sum(piece.info.size for piece in pieces)
+    wanted = sum(int(np.prod(sibling, dtype=np.int64)) for sibling in siblings)
+    free = any(piece.rule.values or piece.rule.each for piece in pieces)
+    if found != wanted or not (free or all(piece.info.shape[-1] == shape[-1] for piece in pieces)):
+        raise CheckpointError(
+            f"{header.name}: tensor {pieces[0].info.name!r} has the shape {pieces[0].info.shape}; "
+            f"{shape} is what the metadata call for.",
+            "The file is damaged or was converted wrongly.",
+        )
 
 
 def _some(names: list[str], most: int = 5) -> str:
@@ -167,12 +173,14 @@ def _quantised(
     yield f"{path}.biases", mx.array(packed.biases).astype(dtype)
 
 
-def _floating(target: str, pieces: list[Piece], config: Config, dtype: mx.Dtype) -> mx.array:
+def _floating(pieces: list[Piece], config: Config, shape: tuple[int, ...], dtype: mx.Dtype) -> mx.array:
     arrays = [_numbers(piece, config) for piece in pieces]
     kinds = {array.dtype for array in arrays}
     if kinds == {np.dtype(np.uint16)}:
-        return mx.array(_joined(arrays)).view(mx.bfloat16).astype(dtype)
-    return mx.array(_joined([_as_float(array) for array in arrays] if len(kinds) > 1 else arrays)).astype(dtype)
+        result = mx.array(_joined(arrays)).view(mx.bfloat16)
+    else:
+        result = mx.array(_joined([_as_float(array) for array in arrays] if len(kinds) > 1 else arrays))
+    return result.reshape(shape).astype(dtype)
 
 
 def _numbers(piece: Piece, config: Config) -> Array:
