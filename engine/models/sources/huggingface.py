@@ -62,7 +62,7 @@ class HuggingFace:
     def __init__(self, token: str | None = None, cache: Path | None = None, endpoint: str | None = None):
         self.cache = Path(cache or constants.HF_HUB_CACHE).expanduser()
         self.api = HfApi(endpoint=endpoint, token=token, library_name="metalctl")
-        logging.set_verbosity_error()  # retries and bars are told through Progress
+        logging.set_verbosity(logging.ERROR)  # retries and bars are told through Progress
 
     def plan(self, reference: Reference, progress: Progress) -> Plan:
         """One request: what the repository holds at the revision, and which of it is needed and missing."""

@@ -82,11 +82,15 @@ def folder_quantisation(folder: Path) -> str | None:
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return None
+    if not isinstance(config, dict):
+        return None
     quantisation = config.get("quantization") or config.get("quantization_config")
     if isinstance(quantisation, dict):
         mode = quantisation.get("mode") or quantisation.get("quant_method")
-        return f"{quantisation['bits']}-bit" if "bits" in quantisation and mode in (None, "affine") else mode
-    return config.get("dtype") or config.get("torch_dtype")
+        plain = "bits" in quantisation and mode in (None, "affine")
+        return f"{quantisation['bits']}-bit" if plain else str(mode)
+    dtype = config.get("dtype") or config.get("torch_dtype")
+    return str(dtype) if dtype else None
 
 
 def two_levels(folder: Path) -> list[Path]:

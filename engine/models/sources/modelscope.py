@@ -289,8 +289,7 @@ def _counting(progress: Progress) -> type[_Counter]:
 def _passing(error: BaseException | None) -> bool:
     """Whether what the library gave up on may go better at once: its own limits of time and of retries."""
     failed: Mapping[str, BaseException] = getattr(error, "failed_files", None) or {}
-    causes = list(failed.values()) or [error]
-    return all(isinstance(cause, ConnectionError | TimeoutError) for cause in causes)
+    return all(isinstance(cause, ConnectionError | TimeoutError) for cause in failed.values() or (error,))
 
 
 def _revisions(repository: Path) -> list[str]:
