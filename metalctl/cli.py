@@ -55,6 +55,7 @@ def root(
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command line and return its exit code. Never raises, never prints a traceback without `--debug`."""
     arguments = list(sys.argv[1:] if arguments is None else arguments)
+    _quieten_libraries()
     run = _first_guess(arguments)
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
@@ -65,6 +66,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         # The reader went away (`| head`); give the interpreter's last flush somewhere to go.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
+
+
+def _quieten_libraries() -> None:
+    """What is fetched and loaded is shown by metalctl itself, and nothing is reported to anyone."""
+    os.environ.setdefault("TQDM_DISABLE", "1")
+    os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
 
 
 def _first_guess(arguments: list[str]) -> Run:

@@ -64,7 +64,7 @@ def load_settings() -> Settings:
     """Environment over file. Raises UsageError when the file is not what it should be."""
     path = config_path()
     content = _read(path)
-    hub = os.environ.get("METALCTL_HUB") or content.get("hub")
+    hub = _hub_from_environment() or content.get("hub")
     model = os.environ.get("METALCTL_MODEL") or content.get("model")
     if model is not None and not isinstance(model, str):
         raise UsageError(f"model is {model!r} in {path}; it must be a string.")
@@ -76,6 +76,20 @@ def load_settings() -> Settings:
         options={key.replace("-", "_"): _options(value) for key, value in content.items() if key not in _OWN_KEYS},
         path=path if content else None,
     )
+
+
+def _hub_from_environment() -> str | None:
+    """`METALCTL_HUB`, or `METALCTL_USE_MODELSCOPE` in the usual spellings of yes and no."""
+    if named := os.environ.get("METALCTL_HUB"):
+        return named
+    switch = os.environ.get("METALCTL_USE_MODELSCOPE", "").strip().lower()
+    if switch in ("1", "true", "yes", "on"):
+        return "modelscope"
+    if switch in ("0", "false", "no", "off"):
+        return "huggingface"
+    if switch:
+        raise UsageError(f"METALCTL_USE_MODELSCOPE is {switch!r}; it must be yes or no.")
+    return None
 
 
 def _read(path: Path) -> dict[str, Any]:
