@@ -1,8 +1,8 @@
 """The program: what `metalctl` and `python -m metalctl` run."""
 
+import contextlib
 import os
 import sys
-import threading
 
 
 def run() -> int:
@@ -12,10 +12,12 @@ def run() -> int:
     except KeyboardInterrupt:
         return 130
     code = main()
-    if any(thread.name == "engine" for thread in threading.enumerate()):
-        # Interrupted while a model loads, which cannot be stopped; to end Python under it would crash.
-        sys.stdout.flush()
-        sys.stderr.flush()
+    if "metalctl.engine.engine_thread" in sys.modules:
+        # The engine's thread may still load (that cannot be stopped), or be giving back what MLX keeps for each thread,
+        # for which it needs the interpreter. To end Python under it would crash.
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(OSError, ValueError):
+                stream.flush()
         os._exit(code)
     return code
 

@@ -1,5 +1,6 @@
 """The program's entry: commands are collected here, and errors become messages and exit codes here and nowhere else."""
 
+import errno
 import io
 import os
 import sys
@@ -11,7 +12,7 @@ import typer
 
 from metalctl.app import DebugFlag, JsonFlag, OfflineFlag, QuietFlag, Run, VerboseCount, app, truthy
 from metalctl.commands import chat, list_models, pull, rm, show  # noqa: F401  (importing a command registers it)
-from metalctl.engine.errors import MetalctlError, UsageError
+from metalctl.engine.errors import MetalctlError, StorageError, UsageError
 from metalctl.output import Output
 from metalctl.parser import build_parser, default_map
 from metalctl.settings import Settings, load_settings
@@ -97,6 +98,8 @@ def _run(arguments: list[str], run: Run) -> int:
         return _fail(error, run)
     except BrokenPipeError:
         raise
+    except OSError as error:
+        return _fail(_disk_full(error), run) if error.errno == errno.ENOSPC else _internal(error, run)
     except Exception as error:  # noqa: BLE001  the boundary: whatever else escapes is our bug, and is said to be one
         return _internal(error, run)
 
@@ -134,6 +137,11 @@ def _interrupted(run: Run) -> int:
     if run.output.json:
         run.output.error(Interrupted("interrupted"))
     return INTERRUPTED
+
+
+def _disk_full(error: OSError) -> StorageError:
+    where = error.filename or "standard output"
+    return StorageError(f"{where}: no space left on the disk.", "Free some and try again.")
 
 
 def _fail(error: MetalctlError, run: Run) -> int:
