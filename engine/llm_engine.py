@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass, replace
 import mlx.core as mx
 from mlx.utils import tree_flatten
 
+from metalctl.engine import attention
 from metalctl.engine.cache.block_manager import BlockManager
 from metalctl.engine.cache.block_pool import BlockPool
 from metalctl.engine.cache.layout import read_layout
@@ -67,6 +68,7 @@ class LLMEngine:
         self.config = config = config or EngineConfig()
         self.loaded = loaded
         self.tokenizer = loaded.tokenizer
+        attention.install()
         self.layout = layout = read_layout(loaded.model, _DTYPES.get(config.kv_cache_dtype))
         self.vocab_size = _vocab_size(loaded)
         chunk = chunk_size(config.max_num_batched_tokens, config.block_size)

@@ -1,7 +1,8 @@
 """What the cache objects of all layers share during one forward: built once, read by every layer."""
 
 from collections.abc import Sequence as Many
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cached_property
 
 import mlx.core as mx
 
@@ -10,6 +11,16 @@ from metalctl.engine.cache.block_pool import NULL
 
 
 @dataclass(frozen=True, slots=True)
+class Paged:
+    """The same for attention that reads the pool by itself (see `metalctl.kernels.paged_attention`), all int32:
+    block tables `[B, num_blocks]`, lengths `[B]` with the new tokens, the position of each table's first slot `[B]`."""
+
+    block_tables: mx.array
+    lengths: mx.array
+    starts: mx.array | None
+
+
+@dataclass(frozen=True)
 class GroupContext:
     """Where one group's layers write the new tokens and what they read.
 
@@ -17,6 +28,7 @@ class GroupContext:
     `read`: a slice of token slots (one sequence, consecutive blocks), or block ids `[B, num_blocks]` int32.
     `start`: the token position of the first slot that is read; `length`: how many are read (padding included).
     `mask`: for a batch, which of them each row may see, `[B, 1, 1, length]` bool; None where all of them.
+    `rows`: each row's blocks that are read, the number of the first, and its tokens with the new ones.
     """
 
     window: int | None
@@ -26,6 +38,20 @@ class GroupContext:
     length: int
     skip: int = 0  # leading tokens of the first block read that the window no longer covers
     mask: mx.array | None = None
+    rows: tuple[tuple[list[int], int, int], ...] = ()
+    block_size: int = 1
+
+    @cached_property
+    def paged(self) -> Paged:
+        """Made when the first layer asks for it, and read by all."""
+        width = max(len(blocks) for blocks, _, _ in self.rows)
+        tables = [blocks + [NULL] * (width - len(blocks)) for blocks, _, _ in self.rows]
+        starts = [first * self.block_size for _, first, _ in self.rows]
+        return Paged(
+            mx.array(tables, mx.int32),
+            mx.array([length for _, _, length in self.rows], mx.int32),
+            mx.array(starts, mx.int32) if any(starts) else None,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +67,7 @@ class Forward:
     groups: tuple[GroupContext, ...]
     slots: mx.array | None = None  # [B] int32, recurrent-state slots
     fresh: bool = False  # a sequence that has no past: recurrent layers start from their own initial state
+    masks: list[tuple[mx.array, int | None]] = field(default_factory=list)  # handed out, each with its window
 
 
 def single(
@@ -83,7 +110,8 @@ def _single_group(group: Group, table: BlockTable, block_size: int, offset: int,
     else:
         read = mx.array([blocks], mx.int32)
         write = mx.array(_token_slots(table, block_size, range(offset, last)), mx.int32)
-    return GroupContext(group.window, write, read, first, last - first, skip)
+    rows = ((blocks, first // block_size, last),)
+    return GroupContext(group.window, write, read, first, last - first, skip, rows=rows, block_size=block_size)
 
 
 def _batch_group(group: Group, tables: list[BlockTable], block_size: int, offsets: Many[int]) -> GroupContext:
@@ -108,6 +136,8 @@ def _batch_group(group: Group, tables: list[BlockTable], block_size: int, offset
         0,
         width * block_size,
         mask=mask[:, None, None, :],
+        rows=tuple(zip(rows, firsts, [offset + 1 for offset in offsets], strict=True)),
+        block_size=block_size,
     )
 
 

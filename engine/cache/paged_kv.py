@@ -4,7 +4,7 @@ import mlx.core as mx
 from mlx_lm.models.base import create_causal_mask
 from mlx_lm.models.cache import _BaseCache
 
-from metalctl.engine.cache.forward import Forward, GroupContext
+from metalctl.engine.cache.forward import Forward, GroupContext, Paged
 from metalctl.engine.cache.layout import KVLayer
 
 Mask = mx.array | str | None
@@ -78,15 +78,35 @@ class PagedKVCache(_BaseCache):  # type: ignore[misc]
         """Which visible tokens each of N new tokens attends to, in the forms that mlx-lm's caches return."""
         forward, context = self._forward, self._context
         assert forward is not None
-        if forward.batch_size > 1:
-            return _narrowed(context, forward, window_size)
         window = min(filter(None, (window_size, context.window)), default=None)
+        if forward.batch_size > 1:
+            return self._given(_narrowed(context, forward, window_size), window)
         offset = int(forward.offset) - context.start  # type: ignore[arg-type]
         if window is not None and offset + N > window:
-            return create_causal_mask(N, offset, window_size=window)
+            return self._given(create_causal_mask(N, offset, window_size=window), window)
         if N == 1:
             return None
-        return create_causal_mask(N, offset) if return_array else "causal"
+        return self._given(create_causal_mask(N, offset), None) if return_array else "causal"
+
+    def window_of(self, mask: Mask) -> tuple[int | None] | None:
+        """The window (in a tuple; None in it for no window) that makes `mask` plain causal attention over the visible
+        tokens, or None where the mask is not one that `make_mask` gave: then only the mask itself is right."""
+        assert self._forward is not None
+        if mask is None or isinstance(mask, str):
+            alone = self._forward.batch_size == 1 and (mask is not None or self._forward.length == 1)
+            return (None,) if alone else None
+        return next(((window,) for given, window in self._forward.masks if given is mask), None)
+
+    @property
+    def paged(self) -> tuple[mx.array, mx.array, Paged]:
+        """The pools `[num_blocks, block_size, H, D]` and what finds this forward's sequences in them."""
+        keys, values = (pool.reshape(-1, self.block_size, *pool.shape[1:]) for pool in self.pools)
+        return keys, values, self._context.paged
+
+    @property
+    def reads_slice(self) -> bool:
+        """Whether what is read lies in one piece, so that it costs nothing to hand it out."""
+        return isinstance(self._context.read, slice)
 
     def keys_and_values(self) -> tuple[mx.array, mx.array]:
         """What `update_and_fetch` returned in this forward, for layers that share another layer's K and V."""
@@ -97,9 +117,26 @@ class PagedKVCache(_BaseCache):  # type: ignore[misc]
     def keys(self) -> mx.array | None:
         return None if self._written is None else self._written[0]
 
+    @keys.setter
+    def keys(self, keys: mx.array) -> None:
+        """For models that tie another array's evaluation to their cache; here the pools are evaluated in any case."""
+        self._written = keys, self.keys_and_values()[1]
+
     @property
     def values(self) -> mx.array | None:
         return None if self._written is None else self._written[1]
+
+    @values.setter
+    def values(self, values: mx.array) -> None:
+        self._written = self.keys_and_values()[0], values
+
+    @property
+    def start_position(self) -> int:
+        """The position of the first token that is read, for models that make the mask of a chunk by themselves."""
+        return self._context.start
+
+    def maybe_trim_front(self) -> None:
+        """Nothing: blocks that the window has left are not read."""
 
     @property
     def state(self) -> tuple[mx.array | None, mx.array | None]:
@@ -114,6 +151,12 @@ class PagedKVCache(_BaseCache):  # type: ignore[misc]
 
     # -- inner
 
+    def _given(self, mask: mx.array | None, window: int | None) -> mx.array | None:
+        assert self._forward is not None
+        if mask is not None:
+            self._forward.masks.append((mask, window))
+        return mask
+
     @property
     def _context(self) -> GroupContext:
         assert self._forward is not None
@@ -122,6 +165,8 @@ class PagedKVCache(_BaseCache):  # type: ignore[misc]
     def _read(self, pool: mx.array, context: GroupContext) -> mx.array:
         if isinstance(context.read, slice):
             return pool[context.read].transpose(1, 0, 2)[None]
+        if pool.shape[-1] == 0:
+            return mx.zeros((context.read.shape[0], pool.shape[1], context.length, 0), pool.dtype)
         blocks = pool.reshape(-1, self.block_size, *pool.shape[1:])[context.read]
         batch, count, size, heads, width = blocks.shape
         tokens = blocks.reshape(batch, count * size, heads, width)
@@ -132,6 +177,8 @@ class PagedKVCache(_BaseCache):  # type: ignore[misc]
 def _write(pool: mx.array, where: slice | mx.array, new: mx.array) -> None:
     """Set the pool's token slots `where` to `new` `[B, H, L, D]`, in place where nobody else holds the pool."""
     batch, heads, length, width = new.shape
+    if width == 0:  # K without V: an index that the model searches
+        return
     pool[where] = new.transpose(0, 2, 1, 3).reshape(batch * length, heads, width).astype(pool.dtype)
 
 
@@ -139,7 +186,7 @@ def _extended(pool: mx.array, missing: int) -> mx.array:
     return mx.concatenate([pool, mx.zeros((missing, *pool.shape[1:]), pool.dtype)])
 
 
-def _narrowed(context: GroupContext, forward: Forward, window_size: int | None) -> Mask:
+def _narrowed(context: GroupContext, forward: Forward, window_size: int | None) -> mx.array | None:
     """The batch's mask, narrowed where the model asks for a window of its own on a layer that keeps everything."""
     if window_size is None or (context.window is not None and context.window <= window_size):
         return context.mask
