@@ -1,15 +1,18 @@
 """`metalctl rm`: models off this machine."""
 
-from typing import Annotated
+import re
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from metalctl.app import Invocation, command
 from metalctl.engine.errors import MetalctlError, NotCachedError, UsageError
-from metalctl.engine.models.references import Reference
-from metalctl.engine.models.sources.base import CachedModel
 from metalctl.models import cached_fields, models_of, short_path, size_of
 from metalctl.output import human_bytes
+
+if TYPE_CHECKING:
+    from metalctl.engine.models.references import Reference
+    from metalctl.engine.models.sources.base import CachedModel
 
 
 @command("rm")
@@ -25,9 +28,10 @@ def remove(
     """
     output = invocation.output
     models = models_of(invocation)
+    cached = models.cached()
     doomed: list[CachedModel] = []
     for text in references:
-        doomed += [model for model in _matching(models.cached(), models.read(text), text) if model not in doomed]
+        doomed += [model for model in _matching(cached, models.read(text), text) if model not in doomed]
     for model in doomed:
         output.note(f"{model.reference}  {size_of(model)}  {short_path(model.path)}")
     if not yes:
@@ -40,7 +44,7 @@ def remove(
     output.note(f"{human_bytes(freed)} freed")
 
 
-def _matching(cached: list[CachedModel], wanted: Reference, text: str) -> list[CachedModel]:
+def _matching(cached: "list[CachedModel]", wanted: "Reference", text: str) -> "list[CachedModel]":
     if wanted.source == "local":
         raise UsageError(f"{text} is a path. metalctl deletes only what it can fetch again.", "Delete it yourself.")
     found = [model for model in cached if _means(wanted, model)]
@@ -49,19 +53,26 @@ def _matching(cached: list[CachedModel], wanted: Reference, text: str) -> list[C
     return found
 
 
-def _means(wanted: Reference, model: CachedModel) -> bool:
+def _means(wanted: "Reference", model: "CachedModel") -> bool:
     have = model.identity
-    names = (wanted.name, have.name) if wanted.source != "pypi" else (wanted.name.lower(), have.name.lower())
-    if wanted.source != have.source or names[0] != names[1]:
+    if wanted.source != have.source or _normal(wanted) != _normal(have):
         return False
-    if wanted.tag and wanted.tag not in (have.tag, model.quantisation, model.path.name):
+    untold = model.format is None  # the start of a download, of which nobody knows the tag or revision
+    if wanted.tag and not untold and wanted.tag not in (have.tag, model.quantisation, model.path.name):
         return False
-    revisions = (have.revision, model.revision)
-    asked = wanted.revision
-    return asked is None or asked in revisions or (len(asked) >= 7 and (model.revision or "").startswith(asked))
+    asked, revisions = wanted.revision, (have.revision, model.revision)
+    return asked is None or untold or asked in revisions or _is_short_for(asked, model.revision or "")
 
 
-def _ask(invocation: Invocation, doomed: list[CachedModel]) -> None:
+def _normal(reference: "Reference") -> str:
+    return re.sub(r"[-_.]+", "-", reference.name).lower() if reference.source == "pypi" else reference.name
+
+
+def _is_short_for(short: str, commit: str) -> bool:
+    return len(short) >= 7 and commit.startswith(short)
+
+
+def _ask(invocation: Invocation, doomed: "list[CachedModel]") -> None:
     output = invocation.output
     if not output.interactive:
         raise UsageError("Nothing was deleted: there is nobody to ask.", "Add --yes.")
