@@ -7,8 +7,9 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from metalctl.engine.cache import forward
+from metalctl.engine.cache.batching import decodes_as_batch
 from metalctl.engine.cache.block_manager import BlockManager
-from metalctl.engine.cache.cache_set import CacheSet, decodes_as_batch
+from metalctl.engine.cache.cache_set import CacheSet
 from metalctl.engine.cache.forward import Forward
 from metalctl.engine.cache.layout import CacheLayout
 from metalctl.engine.last_rows import LastRows

@@ -106,6 +106,11 @@ class BlockManager:
         return self._holdings[sequence.request_id].slot
 
     @property
+    def slots(self) -> set[int]:
+        """The state slots of the sequences that run."""
+        return {holding.slot for holding in self._holdings.values()}
+
+    @property
     def num_holders(self) -> int:
         return len(self._holdings)
 

@@ -1,7 +1,8 @@
 """What a model keeps between steps, read off the model itself: the table from mlx-lm's cache kinds to ours."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from copy import deepcopy
+from dataclasses import dataclass, field
 from typing import Any
 
 import mlx.core as mx
@@ -9,6 +10,7 @@ import mlx.nn as nn
 from mlx_lm.models.cache import (
     ArraysCache,
     CacheList,
+    ChunkedKVCache,
     ConcatenateKVCache,
     KVCache,
     RotatingKVCache,
@@ -53,6 +55,20 @@ class StateLayer:
 
 
 @dataclass(frozen=True, slots=True)
+class OwnLayer:
+    """A layer whose past only the model's own kind of cache can hold: each sequence has such an object of its own.
+
+    No prefixes are shared and sequences are stepped one by one. Its bytes grow with the sequence; they are charged as
+    full-attention blocks, and what does not grow as a slot.
+    """
+
+    group: int
+    blank: Any = field(compare=False)  # an unused one, to be copied
+    bytes_per_token: int
+    bytes_per_slot: int
+
+
+@dataclass(frozen=True, slots=True)
 class ListLayer:
     """A layer with several caches."""
 
@@ -66,7 +82,8 @@ class NoLayer:
     given: bool
 
 
-Layer = KVLayer | StateLayer | ListLayer | NoLayer
+Leaf = KVLayer | StateLayer | OwnLayer
+Layer = Leaf | ListLayer | NoLayer
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,21 +93,27 @@ class CacheLayout:
 
     def block_bytes(self, group: int, block_size: int) -> int:
         """Bytes of one block of a group, over all its layers."""
-        layers = (layer for layer in self.leaves if isinstance(layer, KVLayer) and layer.group == group)
+        layers = (layer for layer in self.leaves if not isinstance(layer, StateLayer) and layer.group == group)
         return sum(layer.bytes_per_token for layer in layers) * block_size
 
     @property
     def slot_bytes(self) -> int:
         """Bytes of one recurrent-state slot, over all layers."""
-        return sum(layer.bytes_per_slot for layer in self.leaves if isinstance(layer, StateLayer))
+        return sum(layer.bytes_per_slot for layer in self.leaves if not isinstance(layer, KVLayer))
 
     @property
     def has_states(self) -> bool:
-        return any(isinstance(layer, StateLayer) for layer in self.leaves)
+        """Whether a sequence needs a slot."""
+        return any(not isinstance(layer, KVLayer) for layer in self.leaves)
 
     @property
-    def leaves(self) -> list[KVLayer | StateLayer]:
-        found: list[KVLayer | StateLayer] = []
+    def shares_prefixes(self) -> bool:
+        """Whether a sequence can begin with what another has computed."""
+        return not any(isinstance(layer, OwnLayer) for layer in self.leaves)
+
+    @property
+    def leaves(self) -> list[Leaf]:
+        found: list[Leaf] = []
 
         def visit(layer: Layer) -> None:
             if isinstance(layer, ListLayer):
@@ -105,74 +128,123 @@ class CacheLayout:
 
 
 def read_layout(model: nn.Module, kv_dtype: mx.Dtype | None = None) -> CacheLayout:
-    """The cache layout of an mlx-lm model, from its own `make_cache` and one step that is built but never computed.
+    """The cache layout of an mlx-lm model, from its own `make_cache` and steps that are built but never computed.
 
-    Raises UnsupportedModelError for a kind of cache that is not in the table.
+    Raises UnsupportedModelError where the model's code does not run on this device at all.
     """
-    caches = make_prompt_cache(model)
-    model(mx.zeros((1, 1), mx.int32), cache=caches)
+    blanks, caches = make_prompt_cache(model), make_prompt_cache(model)
+    try:
+        _step(model, caches, _SETTLED)
+        before = [_shapes(cache) for cache in caches]
+        _step(model, caches, 1)
+        grows = [_shapes(cache) != shapes for cache, shapes in zip(caches, before, strict=True)]
+    except (ValueError, TypeError, RuntimeError, IndexError, AttributeError) as error:
+        raise UnsupportedModelError(
+            f"the model's code in mlx-lm does not run here: {error}", "This architecture cannot be run on this device."
+        ) from error
     groups: list[Group] = []
-    layers = tuple(_translate(cache, groups, kv_dtype) for cache in caches)
-    return CacheLayout(tuple(groups), layers)
+    layers = [_translate(cache, groups, kv_dtype) for cache in caches]
+    for index, layer in enumerate(layers):
+        if layer is None or grows[index]:
+            layers[index] = _own(model, index, blanks[index], groups)
+    return CacheLayout(tuple(groups), tuple(layer for layer in layers if layer is not None))
 
 
-# -- the table: one row a cache kind
+_SETTLED = 16  # tokens after which a state of fixed size has that size
 
 
-def _kv(cache: Any, groups: list[Group], kv_dtype: mx.Dtype | None) -> Layer:
+def _step(model: nn.Module, caches: list[Any], length: int) -> None:
+    model(mx.zeros((1, length), mx.int32), cache=caches)
+
+
+def _shapes(cache: Any) -> list[tuple[int, ...] | None]:
+    """Of what is meant to keep its size: the states in a cache."""
+    if isinstance(cache, CacheList):
+        return [shape for part in cache.caches for shape in _shapes(part)]
+    return [None if a is None else a.shape for a in cache.cache] if isinstance(cache, ArraysCache) else []
+
+
+# -- the table: one row a cache kind; None where only the model's own object will do
+
+
+def _kv(cache: Any, groups: list[Group], kv_dtype: mx.Dtype | None) -> Layer | None:
     return _kv_layer(cache, Group(), groups, kv_dtype)
 
 
-def _rotating(cache: Any, groups: list[Group], kv_dtype: mx.Dtype | None) -> Layer:
+def _rotating(cache: Any, groups: list[Group], kv_dtype: mx.Dtype | None) -> Layer | None:
     if cache.keep:
-        raise UnsupportedModelError(
-            f"this model keeps its first {cache.keep} tokens beside a window, which the paged cache cannot hold."
-        )
+        return None
     return _kv_layer(cache, Group(window=cache.max_size), groups, kv_dtype)
 
 
-def _arrays(cache: Any, groups: list[Group], kv_dtype: mx.Dtype | None) -> Layer:
+def _chunked(cache: Any, groups: list[Group], kv_dtype: mx.Dtype | None) -> Layer | None:
+    return _kv_layer(cache, Group(window=cache.chunk_size), groups, kv_dtype)
+
+
+def _arrays(cache: Any, groups: list[Group], kv_dtype: mx.Dtype | None) -> Layer | None:
     return StateLayer(tuple(None if a is None else (tuple(a.shape[1:]), a.dtype) for a in cache.cache))
 
 
-def _list(cache: Any, groups: list[Group], kv_dtype: mx.Dtype | None) -> Layer:
-    return ListLayer(tuple(_translate(part, groups, kv_dtype) for part in cache.caches))
+def _list(cache: Any, groups: list[Group], kv_dtype: mx.Dtype | None) -> Layer | None:
+    parts = [_translate(part, groups, kv_dtype) for part in cache.caches]
+    known = tuple(part for part in parts if part is not None)
+    return ListLayer(known) if len(known) == len(parts) else None
 
 
-def _none(cache: Any, groups: list[Group], kv_dtype: mx.Dtype | None) -> Layer:
+def _none(cache: Any, groups: list[Group], kv_dtype: mx.Dtype | None) -> Layer | None:
     return NoLayer(given=False)
 
 
-Row = Callable[[Any, list[Group], mx.Dtype | None], Layer]
+Row = Callable[[Any, list[Group], mx.Dtype | None], Layer | None]
 
 TABLE: dict[type, Row] = {
     KVCache: _kv,
     ConcatenateKVCache: _kv,
     RotatingKVCache: _rotating,
+    ChunkedKVCache: _chunked,
     ArraysCache: _arrays,
     CacheList: _list,
     type(None): _none,
 }
 
 
-def _translate(cache: Any, groups: list[Group], kv_dtype: mx.Dtype | None) -> Layer:
+def _translate(cache: Any, groups: list[Group], kv_dtype: mx.Dtype | None) -> Layer | None:
     row = TABLE.get(type(cache))
-    if row is None:
+    return None if row is None else row(cache, groups, kv_dtype)
+
+
+def _own(model: nn.Module, index: int, blank: Any, groups: list[Group]) -> OwnLayer:
+    if not all(hasattr(blank, name) for name in ("state", "nbytes")):
         raise UnsupportedModelError(
-            f"the model keeps its past in a {type(cache).__name__}, which the paged cache does not know.",
+            f"the model keeps its past in a {type(blank).__name__}, which neither the paged cache knows nor says how "
+            "large it is.",
             "This version cannot run this architecture.",
         )
-    return row(cache, groups, kv_dtype)
+    caches = make_prompt_cache(model)
+    sizes = []
+    for _ in range(2):
+        _step(model, caches, _LONG)
+        sizes.append(int(caches[index].nbytes))
+    rate = -(-(sizes[1] - sizes[0]) // _LONG)
+    group = _index(Group(), groups)
+    return OwnLayer(group, deepcopy(blank), rate, max(0, sizes[0] - rate * _LONG))
+
+
+_LONG = 1024  # tokens; caches grow in steps of 256
+
+
+def _index(group: Group, groups: list[Group]) -> int:
+    if group not in groups:
+        groups.append(group)
+    return groups.index(group)
 
 
 def _kv_layer(cache: Any, group: Group, groups: list[Group], kv_dtype: mx.Dtype | None) -> Layer:
     if cache.keys is None:  # the model made it and does not use it
         return NoLayer(given=True)
-    if group not in groups:
-        groups.append(group)
     keys, values = cache.keys, cache.values
     return KVLayer(
-        group=groups.index(group),
+        group=_index(group, groups),
         key_shape=(keys.shape[1], keys.shape[3]),
         value_shape=(values.shape[1], values.shape[3]),
         dtype=kv_dtype or keys.dtype,

@@ -48,7 +48,7 @@ class RecurrentState:
         assert self._forward is not None
         for index, pool in enumerate(self._pools):
             if pool is not None and self.view[index] is not None:
-                pool[self._forward.slots] = self.view[index].astype(pool.dtype)
+                pool[self._forward.slots] = _settled(self.view[index], pool).astype(pool.dtype)
 
     def clear(self) -> None:
         """Give the pools back."""
@@ -66,3 +66,10 @@ class RecurrentState:
         targets = mx.array([copy.target for copy in copies], mx.int32)
         for pool in self.pools:
             pool[targets] = pool[sources]
+
+
+def _settled(state: mx.array, pool: mx.array) -> mx.array:
+    """A state that is still shorter than it will be (a sequence of fewer tokens than it looks back) with zeros for
+    what is missing at its start."""
+    missing = [full - now for full, now in zip(pool.shape[1:], state.shape[1:], strict=True)]
+    return mx.pad(state, [(0, 0), *((count, 0) for count in missing)]) if any(missing) else state
