@@ -3,7 +3,7 @@
 from tests.engine.architectures.parts import FULL, MLA, SLIDING, SLIDING_FIRST, WINDOW, YARN, Config, merged
 
 ATTENTION: dict[str, Config] = {
-    "afm7": {"hidden_dim": 64, "num_layers": 2, "num_kv_reuse_layers": 2, "num_heads": 4, "num_kv_heads": 2,
+    "afm7": {"hidden_dim": 64, "num_layers": 4, "num_kv_reuse_layers": 2, "num_heads": 4, "num_kv_heads": 2,
              "hidden_dim_scale_factor": 1.5},
     "apertus": {"post_norm": False, "qk_norm": True},
     "bitnet": {},
@@ -75,7 +75,7 @@ ATTENTION: dict[str, Config] = {
                 "num_kv_heads": [2, 1, 4], "ffn_multipliers": [1.0, 1.5, 2.0]},
     "phi": {"partial_rotary_factor": 0.5},
     "phi3": {"partial_rotary_factor": 0.5},
-    "phi3small": {"dense_attention_every_n_layers": 2, "ff_intermediate_size": 96, "gegelu_limit": 20.0,
+    "phi3small": {"vocab_size": 100352, "dense_attention_every_n_layers": 2, "ff_intermediate_size": 96, "gegelu_limit": 20.0,
                   "blocksparse_block_size": 32, "blocksparse_num_local_blocks": 1, "blocksparse_vert_stride": 4},
     "pixtral": {"text_config": {"model_type": "llama"}},
     "plamo": {"n_shared_head": 2},
@@ -87,7 +87,7 @@ ATTENTION: dict[str, Config] = {
     "qwen3_vl": {"text_config": {"model_type": "qwen3"}},
     "seed_oss": {"attention_out_bias": True},
     "smollm3": {"no_rope_layer_interval": 2},
-    "spark2_5": merged(SLIDING_FIRST, rope_parameters={
+    "spark2_5": merged(SLIDING_FIRST, hidden_act="gelu", rope_parameters={
         SLIDING: {"rope_theta": 1000.0, "partial_rotary_factor": 1.0, "rope_type": "default"},
         FULL: {"rope_theta": 10000.0, "partial_rotary_factor": 0.5, "rope_type": "default"}}),
     "stablelm": {"use_qkv_bias": True, "partial_rotary_factor": 0.25, "qk_layernorm": True},
