@@ -101,7 +101,7 @@ __device__ __forceinline__ unsigned pair(float first, float second) {
 
 //@ setup
 //@ setup
-__shared__ int blocks[SPLIT / BLOCK_SIZE + 2];
+__shared__ int blocks[LONGEST / BLOCK_SIZE + 2];
 __shared__ float group_top[WARPS];
 __shared__ float group_sum[WARPS];
 __shared__ float group_output[WARPS][VALUE_DIM];
@@ -129,9 +129,11 @@ const int first_query = lengths[batch] - length;
 const int start = STARTS ? starts[batch] : 0;
 const int oldest = first_query + first_row / sharing;
 const int newest = first_query + min(first_row + ROWS - 1, rows - 1) / sharing;
-const int hidden = WINDOW > 0 ? max(0, oldest - WINDOW + 1 - start) : 0;
-const int begin = start + hidden / 16 * 16 + part * SPLIT;
-const int end = min(begin + SPLIT, newest + 1);
+const int hidden = WINDOW > 0 ? max(0, oldest - WINDOW + 1 - start) / 16 * 16 : 0;
+const int span = newest + 1 - start - hidden;
+const int share_of_part = ((span + parts - 1) / parts + 63) / 64 * 64;  // whole steps, at most LONGEST
+const int begin = start + hidden + part * share_of_part;
+const int end = min(begin + share_of_part, newest + 1);
 
 // The blocks they lie in.
 const int first_block = (begin - start) / BLOCK_SIZE;
@@ -140,6 +142,12 @@ for (int i = thread_index; begin < end && i <= last_block - first_block; i += WA
   blocks[i] = block_tables[int64_t(batch) * block_tables_shape[1] + first_block + i];
 }
 __syncthreads();
+// Where a position's row of this head lies in the pools.
+auto place = [&](int position) {
+  const unsigned slot = min(position, end - 1) - start;
+  const unsigned block = blocks[slot / BLOCK_SIZE - first_block];
+  return int64_t((block * BLOCK_SIZE + slot % BLOCK_SIZE) * kv_heads + kv_head);
+};
 
 //@ scalar
 constexpr int GROUPS = 32 / LANES;      // keys that a warp holds side by side
@@ -166,7 +174,7 @@ for (int r = 0; r < ROWS; r++) {
   }
 }
 
-// Every warp goes through its own keys, each group of lanes with a softmax of its own.
+// Every warp goes through its own keys, a step ahead of itself, each group of lanes with a softmax of its own.
 float top[ROWS], sum[ROWS], output_share[ROWS][VALUE_WIDTH];
 UNROLLED
 for (int r = 0; r < ROWS; r++) {
@@ -177,26 +185,35 @@ for (int r = 0; r < ROWS; r++) {
     output_share[r][i] = 0.0f;
   }
 }
-for (int base = begin + warp * CHUNK; base < end; base += WARPS * CHUNK) {
-  // Loads first, so that all of them are under way together.
-  Packet<U> key[UNROLL][KEY_PACKETS], value[UNROLL][VALUE_PACKETS];
+Packet<U> key[UNROLL][KEY_PACKETS], value[UNROLL][VALUE_PACKETS];
+auto fetch_keys = [&](int base) {
   UNROLLED
   for (int u = 0; u < UNROLL; u++) {
-    const unsigned slot = min(base + u * GROUPS + key_group, end - 1) - start;
-    const unsigned block = blocks[slot / BLOCK_SIZE - first_block];
-    const int64_t place = (block * BLOCK_SIZE + slot % BLOCK_SIZE) * kv_heads + kv_head;
+    const U* from = keys + place(base + u * GROUPS + key_group) * KEY_DIM;
     UNROLLED
     for (int i = 0; i < KEY_PACKETS; i++) {
       const int dim = key_lane * KEY_WIDTH + i * 8;
-      key[u][i] = dim < KEY_DIM ? load<U>(keys + place * KEY_DIM + dim) : nothing<U>();
+      key[u][i] = dim < KEY_DIM ? load<U>(from + dim) : nothing<U>();
     }
+  }
+};
+auto fetch_values = [&](int base) {
+  UNROLLED
+  for (int u = 0; u < UNROLL; u++) {
+    const U* from = values + place(base + u * GROUPS + key_group) * VALUE_DIM;
     UNROLLED
     for (int i = 0; i < VALUE_PACKETS; i++) {
       const int dim = key_lane * VALUE_WIDTH + i * 8;
-      value[u][i] = dim < VALUE_DIM ? load<U>(values + place * VALUE_DIM + dim) : nothing<U>();
+      value[u][i] = dim < VALUE_DIM ? load<U>(from + dim) : nothing<U>();
     }
   }
-
+};
+const int stride = WARPS * CHUNK;
+if (begin + warp * CHUNK < end) {
+  fetch_keys(begin + warp * CHUNK);
+  fetch_values(begin + warp * CHUNK);
+}
+for (int base = begin + warp * CHUNK; base < end; base += stride) {
   // Scores.
   float score[ROWS][UNROLL];
   UNROLLED
@@ -225,6 +242,11 @@ for (int base = begin + warp * CHUNK; base < end; base += WARPS * CHUNK) {
                         (WINDOW == 0 || position > row_position[r] - WINDOW);
       score[r][u] = seen ? dot : -__uint_as_float(0x7f800000u);
     }
+  }
+
+  // The next keys, to be on their way meanwhile.
+  if (base + stride < end) {
+    fetch_keys(base + stride);
   }
 
   // Their exponentials, and what was summed so far brought to the new maximum.
@@ -264,6 +286,9 @@ for (int base = begin + warp * CHUNK; base < end; base += WARPS * CHUNK) {
         output_share[r][i] += score[r][u] * numbers[i];
       }
     }
+  }
+  if (base + stride < end) {
+    fetch_values(base + stride);
   }
 }
 
@@ -344,15 +369,9 @@ for (int c = 0; c < VALUE_CHUNKS; c++) {
   }
 }
 
-auto place = [&](int position) {
-  const unsigned slot = min(position, end - 1) - start;
-  const unsigned block = blocks[slot / BLOCK_SIZE - first_block];
-  return int64_t((block * BLOCK_SIZE + slot % BLOCK_SIZE) * kv_heads + kv_head);
-};
-
-for (int base = begin + warp * 16; base < end; base += WARPS * 16) {
-  // Loads first: keys g and g + 8; values of the keys 2 t, 2 t + 1, 2 t + 8, 2 t + 9.
-  Packet<U> key[2][KEY_CHUNKS], value[4][VALUE_CHUNKS];
+// A step ahead: keys g and g + 8; values of the keys 2 t, 2 t + 1, 2 t + 8, 2 t + 9.
+Packet<U> key[2][KEY_CHUNKS], value[4][VALUE_CHUNKS];
+auto fetch_keys = [&](int base) {
   UNROLLED
   for (int k = 0; k < 2; k++) {
     const U* from = keys + place(base + g + 8 * k) * KEY_DIM;
@@ -362,6 +381,8 @@ for (int base = begin + warp * 16; base < end; base += WARPS * 16) {
       key[k][c] = dim < KEY_DIM ? load<U>(from + dim) : nothing<U>();
     }
   }
+};
+auto fetch_values = [&](int base) {
   UNROLLED
   for (int k = 0; k < 4; k++) {
     const U* from = values + place(base + 2 * t + k % 2 + k / 2 * 8) * VALUE_DIM;
@@ -371,7 +392,14 @@ for (int base = begin + warp * 16; base < end; base += WARPS * 16) {
       value[k][c] = dim < VALUE_DIM ? load<U>(from + dim) : nothing<U>();
     }
   }
+};
 
+const int stride = WARPS * 16;
+if (begin + warp * 16 < end) {
+  fetch_keys(begin + warp * 16);
+  fetch_values(begin + warp * 16);
+}
+for (int base = begin + warp * 16; base < end; base += stride) {
   // Scores: score[k][2 * half + i] is that of row g + 8 * half for key 8 * k + 2 * t + i.
   float score[2][4];
   UNROLLED
@@ -394,6 +422,10 @@ for (int base = begin + warp * 16; base < end; base += WARPS * 16) {
                         (WINDOW == 0 || position > row_position[i / 2] - WINDOW);
       score[k][i] = seen ? dot : -__uint_as_float(0x7f800000u);
     }
+  }
+
+  if (base + stride < end) {
+    fetch_keys(base + stride);
   }
 
   // Their exponentials, and what was summed so far brought to the new maximum.
@@ -447,6 +479,9 @@ for (int base = begin + warp * 16; base < end; base += WARPS * 16) {
                   __byte_perm(raw[0][i / 2], raw[1][i / 2], selector),
                   __byte_perm(raw[2][i / 2], raw[3][i / 2], selector));
     }
+  }
+  if (base + stride < end) {
+    fetch_values(base + stride);
   }
 }
 
@@ -517,6 +552,7 @@ for (int r = 0; r < ROWS; r++) {
 }
 
 //@ merge
+__shared__ float weights[MOST_PARTS];
 __shared__ float group_output[WARPS][VALUE_DIM];
 
 // Who this is: a block for a row, a warp for every WARPS-th part of it.
@@ -527,7 +563,7 @@ const int64_t row = blockIdx.x;
 const int parts = partial_shape[3];
 const int head = int(row / partial_shape[2]) % partial_shape[1];
 
-// The softmax over parts.
+// How much each part counts, in the softmax over parts.
 const float sink = SINKS ? LOG2E * float(sinks[head]) : LOWEST;
 float top = sink;
 for (int part = lane; part < parts; part += 32) {
@@ -540,7 +576,11 @@ for (int offset = 16; offset > 0; offset /= 2) {
 float total = 0.0f;
 for (int part = lane; part < parts; part += 32) {
   const int64_t place = (row * parts + part) * 2;
-  total += stats[place + 1] * exp2f(stats[place] - top);
+  const float weight = stats[place + 1] * exp2f(stats[place] - top);
+  total += weight;
+  if (warp == 0) {
+    weights[part] = weight;
+  }
 }
 UNROLLED
 for (int offset = 16; offset > 0; offset /= 2) {
@@ -549,21 +589,21 @@ for (int offset = 16; offset > 0; offset /= 2) {
 if (SINKS) {
   total += exp2f(sink - top);
 }
+__syncthreads();
 
-// Each part's output by its weight. A part that saw nothing wrote none.
+// The parts' outputs by their weights. A part that saw nothing wrote none.
 float share[(VALUE_DIM + 31) / 32];
 UNROLLED
 for (int i = 0; i * 32 < VALUE_DIM; i++) {
   share[i] = 0.0f;
 }
 for (int part = warp; part < parts; part += WARPS) {
-  const int64_t place = row * parts + part;
-  const float weight = stats[place * 2 + 1] * exp2f(stats[place * 2] - top);
-  if (weight > 0.0f) {
-    UNROLLED
-    for (int i = 0; i * 32 < VALUE_DIM; i++) {
-      const int dim = i * 32 + lane;
-      share[i] += dim < VALUE_DIM ? weight * partial[place * VALUE_DIM + dim] : 0.0f;
+  const float weight = weights[part];
+  UNROLLED
+  for (int i = 0; i * 32 < VALUE_DIM; i++) {
+    const int dim = i * 32 + lane;
+    if (weight > 0.0f && dim < VALUE_DIM) {
+      share[i] += weight * partial[(row * parts + part) * VALUE_DIM + dim];
     }
   }
 }

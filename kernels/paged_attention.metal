@@ -56,7 +56,7 @@ METAL_FUNC void unpack(Packet<float> packet, thread float* to) {
 }
 
 //@ setup
-threadgroup int blocks[SPLIT / BLOCK_SIZE + 2];
+threadgroup int blocks[LONGEST / BLOCK_SIZE + 2];
 threadgroup float group_top[SIMDS];
 threadgroup float group_sum[SIMDS];
 threadgroup float group_output[SIMDS][VALUE_DIM];
@@ -84,9 +84,11 @@ const int first_query = lengths[batch] - length;
 const int start = STARTS ? starts[batch] : 0;
 const int oldest = first_query + first_row / sharing;
 const int newest = first_query + min(first_row + ROWS - 1, rows - 1) / sharing;
-const int hidden = WINDOW > 0 ? max(0, oldest - WINDOW + 1 - start) : 0;
-const int begin = start + hidden / 16 * 16 + part * SPLIT;
-const int end = min(begin + SPLIT, newest + 1);
+const int hidden = WINDOW > 0 ? max(0, oldest - WINDOW + 1 - start) / 16 * 16 : 0;
+const int span = newest + 1 - start - hidden;
+const int share_of_part = ((span + parts - 1) / parts + 63) / 64 * 64;  // whole steps, at most LONGEST
+const int begin = start + hidden + part * share_of_part;
+const int end = min(begin + share_of_part, newest + 1);
 
 // The blocks they lie in.
 const int first_block = (begin - start) / BLOCK_SIZE;
@@ -121,7 +123,7 @@ for (int r = 0; r < ROWS; r++) {
   }
 }
 
-// Every SIMD-group goes through its own keys, each group of lanes with a softmax of its own.
+// Every SIMD-group goes through its own keys, a step ahead of itself, each group of lanes with a softmax of its own.
 float top[ROWS], sum[ROWS], output_share[ROWS][VALUE_WIDTH];
 UNROLLED
 for (int r = 0; r < ROWS; r++) {
@@ -132,26 +134,25 @@ for (int r = 0; r < ROWS; r++) {
     output_share[r][i] = 0.0f;
   }
 }
-for (int base = begin + simd * CHUNK; base < end; base += SIMDS * CHUNK) {
-  // Loads first, so that all of them are under way together.
-  Packet<U> key[UNROLL][KEY_PACKETS], value[UNROLL][VALUE_PACKETS];
-  UNROLLED
-  for (int u = 0; u < UNROLL; u++) {
-    const uint slot = min(base + u * GROUPS + key_group, end - 1) - start;
-    const uint block = blocks[slot / BLOCK_SIZE - first_block];
-    const long place = (block * BLOCK_SIZE + slot % BLOCK_SIZE) * kv_heads + kv_head;
-    UNROLLED
-    for (int i = 0; i < KEY_PACKETS; i++) {
-      const int dim = key_lane * KEY_WIDTH + i * 8;
-      key[u][i] = dim < KEY_DIM ? load<U>(keys + place * KEY_DIM + dim) : nothing<U>();
-    }
-    UNROLLED
-    for (int i = 0; i < VALUE_PACKETS; i++) {
-      const int dim = key_lane * VALUE_WIDTH + i * 8;
-      value[u][i] = dim < VALUE_DIM ? load<U>(values + place * VALUE_DIM + dim) : nothing<U>();
-    }
+Packet<U> key[UNROLL][KEY_PACKETS], value[UNROLL][VALUE_PACKETS];
+#define FETCH(packets, count, width, pool, dims, base)                                    \
+  UNROLLED                                                                                \
+  for (int u = 0; u < UNROLL; u++) {                                                      \
+    const uint slot = min(base + u * GROUPS + key_group, end - 1) - start;                \
+    const uint block = blocks[slot / BLOCK_SIZE - first_block];                           \
+    const long place = (block * BLOCK_SIZE + slot % BLOCK_SIZE) * kv_heads + kv_head;     \
+    UNROLLED                                                                              \
+    for (int i = 0; i < count; i++) {                                                     \
+      const int dim = key_lane * width + i * 8;                                           \
+      packets[u][i] = dim < dims ? load<U>(pool + place * dims + dim) : nothing<U>();     \
+    }                                                                                     \
   }
-
+const int stride = SIMDS * CHUNK;
+if (begin + simd * CHUNK < end) {
+  FETCH(key, KEY_PACKETS, KEY_WIDTH, keys, KEY_DIM, begin + simd * CHUNK)
+  FETCH(value, VALUE_PACKETS, VALUE_WIDTH, values, VALUE_DIM, begin + simd * CHUNK)
+}
+for (int base = begin + simd * CHUNK; base < end; base += stride) {
   // Scores.
   float score[ROWS][UNROLL];
   UNROLLED
@@ -180,6 +181,11 @@ for (int base = begin + simd * CHUNK; base < end; base += SIMDS * CHUNK) {
                         (WINDOW == 0 || position > row_position[r] - WINDOW);
       score[r][u] = seen ? dot : -INFINITY;
     }
+  }
+
+  // The next keys, to be on their way meanwhile.
+  if (base + stride < end) {
+    FETCH(key, KEY_PACKETS, KEY_WIDTH, keys, KEY_DIM, base + stride)
   }
 
   // Their exponentials, and what was summed so far brought to the new maximum.
@@ -220,7 +226,11 @@ for (int base = begin + simd * CHUNK; base < end; base += SIMDS * CHUNK) {
       }
     }
   }
+  if (base + stride < end) {
+    FETCH(value, VALUE_PACKETS, VALUE_WIDTH, values, VALUE_DIM, base + stride)
+  }
 }
+#undef FETCH
 
 // The groups of a SIMD-group together.
 UNROLLED
@@ -291,6 +301,7 @@ for (int r = 0; r < ROWS; r++) {
 }
 
 //@ merge
+threadgroup float weights[MOST_PARTS];
 threadgroup float group_output[SIMDS][VALUE_DIM];
 
 // Who this is: a threadgroup for a row, a SIMD-group for every SIMDS-th part of it.
@@ -301,7 +312,7 @@ const long row = threadgroup_position_in_grid.x;
 const int parts = partial_shape[3];
 const int head = int(row / partial_shape[2]) % partial_shape[1];
 
-// The softmax over parts.
+// How much each part counts, in the softmax over parts.
 const float sink = SINKS ? LOG2E * float(sinks[head]) : LOWEST;
 float top = sink;
 for (int part = lane; part < parts; part += 32) {
@@ -311,27 +322,31 @@ top = simd_max(top);
 float total = 0.0f;
 for (int part = lane; part < parts; part += 32) {
   const long place = (row * parts + part) * 2;
-  total += stats[place + 1] * exp2(stats[place] - top);
+  const float weight = stats[place + 1] * exp2(stats[place] - top);
+  total += weight;
+  if (simd == 0) {
+    weights[part] = weight;
+  }
 }
 total = simd_sum(total);
 if (SINKS) {
   total += exp2(sink - top);
 }
+threadgroup_barrier(mem_flags::mem_threadgroup);
 
-// Each part's output by its weight. A part that saw nothing wrote none.
+// The parts' outputs by their weights. A part that saw nothing wrote none.
 float share[(VALUE_DIM + 31) / 32];
 UNROLLED
 for (int i = 0; i * 32 < VALUE_DIM; i++) {
   share[i] = 0.0f;
 }
 for (int part = simd; part < parts; part += SIMDS) {
-  const long place = row * parts + part;
-  const float weight = stats[place * 2 + 1] * exp2(stats[place * 2] - top);
-  if (weight > 0.0f) {
-    UNROLLED
-    for (int i = 0; i * 32 < VALUE_DIM; i++) {
-      const int dim = i * 32 + lane;
-      share[i] += dim < VALUE_DIM ? weight * partial[place * VALUE_DIM + dim] : 0.0f;
+  const float weight = weights[part];
+  UNROLLED
+  for (int i = 0; i * 32 < VALUE_DIM; i++) {
+    const int dim = i * 32 + lane;
+    if (weight > 0.0f && dim < VALUE_DIM) {
+      share[i] += weight * partial[(row * parts + part) * VALUE_DIM + dim];
     }
   }
 }

@@ -11,13 +11,15 @@ from metalctl.kernels.cpu import paged as cpu
 
 SIMD = 32
 SIMDS = 4  # SIMD-groups (warps) of a threadgroup
-SPLITS = (128, 256, 512, 1024, 2048, 4096)  # positions that one threadgroup may be given
+SHORTEST, LONGEST = 128, 4096  # positions that are worth a threadgroup, and that one can be given
+MOST_PARTS = 512  # threadgroups along the context of one sequence
 WANTED = {"metal": 512, "cuda": 1024}  # threadgroups that keep a large device busy
 MOST_ROWS = {"metal": 4, "cuda": 8}  # queries that share a load, as far as registers go
 TENSOR_ROWS = 16  # the same on tensor cores, whose tiles are that high
 TENSOR_WIDEST = 128  # longest head that their registers hold
 ALIGNMENT = 16  # what a window sees begins up to so many positions early
 MOST_TILES = 8  # beyond, gathering the keys once is cheaper than reading them for every tile of queries
+MOST_TENSOR_TILES = 32
 
 
 def paged_attention(
@@ -148,7 +150,6 @@ class Plan:
     unroll: int  # keys in flight for each group of lanes
     rows: int  # queries that share a load
     tiles: int  # of so many rows
-    split: int  # positions for one threadgroup
     parts: int  # threadgroups along the context
     tensor: bool  # on tensor cores
 
@@ -175,13 +176,15 @@ def make_plan(
     most_rows = TENSOR_ROWS if tensor else MOST_ROWS[device] * 8 // key_width
     queries_of_head = heads // kv_heads * length
     tiles = -(-queries_of_head // most_rows)
-    if tiles > MOST_TILES:
+    if tiles > (MOST_TENSOR_TILES if tensor else MOST_TILES):
         return None
     context = block_tables.shape[1] * block_size
     if window is not None:
         context = min(context, window + length - 1 + ALIGNMENT)
-    splits_wanted = max(1, WANTED[device] // (batch * kv_heads * tiles))
-    split = next((size for size in SPLITS if size * splits_wanted >= context), SPLITS[-1])
+    wanted = max(1, WANTED[device] // (batch * kv_heads * tiles))
+    parts = max(min(wanted, -(-context // SHORTEST)), -(-context // (LONGEST - 64)))
+    if parts > MOST_PARTS:
+        return None
     return Plan(
         device=device,
         lanes=lanes,
@@ -190,8 +193,7 @@ def make_plan(
         unroll=4 if key_width == 8 and key_pool.dtype.size == 2 else 2,
         rows=-(-queries_of_head // tiles),
         tiles=tiles,
-        split=split,
-        parts=-(-context // split),
+        parts=parts,
         tensor=tensor,
     )
 
@@ -252,7 +254,7 @@ def paged(
             *(("T", queries.dtype), ("U", key_pool.dtype), ("OUT", queries.dtype if final else mx.float32)),
             *(("KEY_DIM", key_dim), ("VALUE_DIM", value_dim), ("BLOCK_SIZE", block_size), ("WINDOW", window or 0)),
             *(("LANES", plan.lanes), ("KEY_WIDTH", plan.key_width), ("VALUE_WIDTH", plan.value_width)),
-            *(("UNROLL", plan.unroll), ("ROWS", plan.rows), ("SPLIT", plan.split), simds),
+            *(("UNROLL", plan.unroll), ("ROWS", plan.rows), ("LONGEST", LONGEST), simds),
             *(("SOFTCAP", softcap is not None), ("SINKS", sinks is not None), ("STARTS", starts is not None)),
             ("FINAL", final),
         ],
@@ -265,7 +267,13 @@ def paged(
         return output.reshape(*rows, value_dim)
     (merged,) = kernel(plan.device, "merge")(
         inputs=[output, stats, logits],
-        template=[("T", queries.dtype), ("VALUE_DIM", value_dim), ("SINKS", sinks is not None), simds],
+        template=[
+            ("T", queries.dtype),
+            ("VALUE_DIM", value_dim),
+            ("SINKS", sinks is not None),
+            ("MOST_PARTS", MOST_PARTS),
+            simds,
+        ],
         grid=(batch * heads * length * SIMDS * SIMD, 1, 1),
         threadgroup=(SIMDS * SIMD, 1, 1),
         output_shapes=[(*rows, value_dim)],
