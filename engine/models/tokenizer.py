@@ -53,8 +53,7 @@ class Tokenizer:
     @cached_property
     def special_ids(self) -> frozenset[int]:
         """The control tokens: they are not part of an answer's text."""
-        added = self.backend.get_added_tokens_decoder()
-        return frozenset(token for token, content in added.items() if content.special)
+        return frozenset(token for token, content in self._added.items() if content.special)
 
     def encode(self, text: str, *, add_special_tokens: bool = False, parse_special: bool = False) -> list[int]:
         """Token ids of `text`. Half a surrogate pair, which no encoding has, becomes U+FFFD."""
@@ -90,8 +89,8 @@ class Tokenizer:
         return self._spelling.spell(token, added=token_id in self._added)
 
     @cached_property
-    def _added(self) -> frozenset[int]:
-        return frozenset(self.backend.get_added_tokens_decoder())
+    def _added(self) -> dict[int, tokenizers.AddedToken]:
+        return self.backend.get_added_tokens_decoder()
 
     def render_chat_template(self, messages: Sequence[Message], **variables: Any) -> str:
         """The conversation as the model's template writes it; for parameters and errors see ChatTemplates.render."""

@@ -15,7 +15,7 @@ from metalctl.engine.models.gguf.pretokenizers import pre_tokenizer
 from metalctl.engine.models.gguf.reader import Header
 from metalctl.engine.models.tokenizer import SPACE, Tokenizer
 
-PLAIN_LOOKING = ("</s>", "<eos>", "[EOS]", "[EOT]", "<EOT>", "_<EOT>")  # these can be a user's own words
+PLAIN_LOOKING = ("</s>", "<eos>", "[EOS]", "[EOT]", "<EOT>", "_<EOT>")  # ends only where they are control tokens
 # Texts of tokens that end an answer, for the many files that name only one of theirs.
 END_TOKENS = frozenset(
     (
@@ -24,6 +24,9 @@ END_TOKENS = frozenset(
         *("<｜end▁of▁sentence｜>", "[e~[", *PLAIN_LOOKING),
     )
 )
+
+
+OUT_OF_REACH = 1000.0  # a score below all others, so that no text is cut into control tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +87,7 @@ def build_tokenizer(header: Header) -> tuple[Tokenizer, list[str]]:
         raise
     except Exception as error:  # the library raises plain Exception for vocabularies that contradict themselves
         raise CheckpointError(f"The vocabulary of {header.name} is broken: {error}") from error
-    _add_tokens(backend, vocabulary)
+    _add_tokens(backend, vocabulary, eats_space=_is_phi3(header))
     templates, notes = _chat_templates(header, vocabulary, specials)
     prefix, suffix = _surroundings(header, kind, specials)
     tokenizer = Tokenizer(
@@ -150,7 +153,7 @@ def _end_ids(header: Header, vocabulary: _Vocabulary, specials: dict[str, int]) 
     texts = {
         token: index
         for index, token in enumerate(vocabulary.tokens)
-        if token in END_TOKENS and (token not in PLAIN_LOOKING or vocabulary.types[index] != TokenType.NORMAL)
+        if token in END_TOKENS and (token not in PLAIN_LOOKING or vocabulary.types[index] == TokenType.CONTROL)
     }
     if texts.keys() & {"<|return|>", "<|flush|>"} and texts.keys() & {"<|call|>", "<|calls|>"}:
         texts.pop("<|end|>", None)
@@ -196,12 +199,32 @@ def _chat_templates(
     return ChatTemplates(sources, {"bos_token": "", "eos_token": "", **texts}), notes
 
 
-def _add_tokens(backend: Backend, vocabulary: _Vocabulary) -> None:
-    """Control tokens, and those that stand in the text whole. `normalized=False`: matched before any rewriting."""
+def _add_tokens(backend: Backend, vocabulary: _Vocabulary, eats_space: bool) -> None:
+    """Control tokens, and those that stand in the text whole. `normalized=False`: matched before any rewriting.
+
+    With `eats_space` they take the white space after them along; a mask takes that before it.
+    """
+
+    def token(index: int, special: bool) -> AddedToken:
+        text = vocabulary.tokens[index]
+        return AddedToken(
+            text,
+            normalized=False,
+            special=special,
+            lstrip=text in ("<mask>", "[MASK]"),
+            rstrip=eats_space and text not in ("<unk>", "<s>", "<|endoftext|>"),
+        )
+
     control = vocabulary.of_type(TokenType.CONTROL, TokenType.UNKNOWN)
     whole = vocabulary.of_type(TokenType.USER_DEFINED)
-    backend.add_special_tokens([AddedToken(vocabulary.tokens[i], normalized=False, special=True) for i in control])
-    backend.add_tokens([AddedToken(vocabulary.tokens[i], normalized=False, special=False) for i in whole])
+    backend.add_special_tokens([token(index, special=True) for index in control])
+    backend.add_tokens([token(index, special=False) for index in whole])
+
+
+def _is_phi3(header: Header) -> bool:
+    """Phi-3's tokens swallow the white space after them, which GGUF has no place for: it goes by the name."""
+    name = (header.get("general.name", str) or "").lower()
+    return "phi-3" in name or "phi3" in name
 
 
 def _merges(header: Header, ids: dict[str, int]) -> list[tuple[str, str]]:
@@ -280,7 +303,10 @@ def _merged_pieces(header: Header, vocabulary: _Vocabulary, kind: _Kind) -> Back
 def _unigram(header: Header, vocabulary: _Vocabulary, kind: _Kind) -> Backend:
     unknown = _special_ids(header, kind, len(vocabulary.tokens)).get("unknown")
     has_bytes = TokenType.BYTE in vocabulary.types
-    model = Unigram(list(zip(vocabulary.tokens, vocabulary.scores, strict=True)), unknown, has_bytes)
+    scores = list(vocabulary.scores)
+    for index in vocabulary.of_type(TokenType.CONTROL):
+        scores[index] = min(vocabulary.scores) - OUT_OF_REACH
+    model = Unigram(list(zip(vocabulary.tokens, scores, strict=True)), unknown, has_bytes)
     backend = Backend(model)
     charsmap = header.get("tokenizer.ggml.precompiled_charsmap", np.ndarray)
     steps: list[Any] = [] if charsmap is None else [normalizers.Precompiled(charsmap.astype(np.uint8).tobytes())]
