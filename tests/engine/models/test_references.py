@@ -153,7 +153,9 @@ def test_what_exists_is_a_path_whatever_it_looks_like() -> None:
     assert parse("models/qwen").source is None
 
 
-NAMES = st.from_regex(r"[A-Za-z0-9_][A-Za-z0-9_-]{0,8}[a-z]/[A-Za-z0-9_]([A-Za-z0-9._-]{0,12}[A-Za-z0-9])?", fullmatch=True)
+NAMES = st.from_regex(
+    r"[A-Za-z0-9_][A-Za-z0-9_-]{0,8}[a-z]/[A-Za-z0-9_]([A-Za-z0-9._-]{0,12}[A-Za-z0-9])?", fullmatch=True
+)
 TAGS = st.sampled_from(["Q4_K_M", "F16", "BF16", "MXFP4", "UD-Q2_K_XL", "x-Q8_0.gguf", "Q8_0/x-00001-of-00002.gguf"])
 REVISIONS = st.from_regex(r"[a-z0-9]([a-z0-9._/-]{0,10}[a-z0-9])?", fullmatch=True).filter(
     lambda text: ".." not in text and "//" not in text and not text.endswith(".lock")
@@ -166,7 +168,9 @@ REVISIONS = st.from_regex(r"[a-z0-9]([a-z0-9._/-]{0,10}[a-z0-9])?", fullmatch=Tr
     st.none() | TAGS,
     st.none() | REVISIONS,
 )
-def test_a_reference_reads_back_as_it_was_written(source: str | None, name: str, tag: str | None, revision: str | None) -> None:
+def test_a_reference_reads_back_as_it_was_written(
+    source: str | None, name: str, tag: str | None, revision: str | None
+) -> None:
     reference = Reference(source, name, tag, revision)  # type: ignore[arg-type]
     assert parse(str(reference)) == reference
 
