@@ -1,10 +1,12 @@
 """What the cache objects of all layers share during one forward: built once, read by every layer."""
 
+from collections.abc import Callable
 from collections.abc import Sequence as Many
 from dataclasses import dataclass, field
 from functools import cached_property
 
 import mlx.core as mx
+import numpy as np
 
 from metalctl.engine.cache.block_manager import BlockTable, Group
 from metalctl.engine.cache.block_pool import NULL
@@ -12,8 +14,8 @@ from metalctl.engine.cache.block_pool import NULL
 
 @dataclass(frozen=True, slots=True)
 class Paged:
-    """The same for attention that reads the pool by itself (see `metalctl.kernels.paged_attention`), all int32:
-    block tables `[B, num_blocks]`, lengths `[B]` with the new tokens, the position of each table's first slot `[B]`."""
+    """What attention needs that reads the pool by itself (see `metalctl.kernels.paged_attention`), all int32: block
+    tables `[B, num_blocks]`, lengths `[B]` with the new tokens, the position of each table's first slot `[B]`."""
 
     block_tables: mx.array
     lengths: mx.array
@@ -28,29 +30,29 @@ class GroupContext:
     `read`: a slice of token slots (one sequence, consecutive blocks), or block ids `[B, num_blocks]` int32.
     `start`: the token position of the first slot that is read; `length`: how many are read (padding included).
     `mask`: for a batch, which of them each row may see, `[B, 1, 1, length]` bool; None where all of them.
-    `rows`: each row's blocks that are read, the number of the first, and its tokens with the new ones.
     """
 
     window: int | None
+    block_size: int
     write: slice | mx.array
     read: slice | mx.array
     start: int
     length: int
     skip: int = 0  # leading tokens of the first block read that the window no longer covers
     mask: mx.array | None = None
-    rows: tuple[tuple[list[int], int, int], ...] = ()
-    block_size: int = 1
+    blocks: tuple[int, ...] = ()  # of the one sequence
+    tables: Paged | None = None  # of a batch
 
     @cached_property
     def paged(self) -> Paged:
         """Made when the first layer asks for it, and read by all."""
-        width = max(len(blocks) for blocks, _, _ in self.rows)
-        tables = [blocks + [NULL] * (width - len(blocks)) for blocks, _, _ in self.rows]
-        starts = [first * self.block_size for _, first, _ in self.rows]
+        if self.tables is not None:
+            return self.tables
+        first = self.start // self.block_size * self.block_size
         return Paged(
-            mx.array(tables, mx.int32),
-            mx.array([length for _, _, length in self.rows], mx.int32),
-            mx.array(starts, mx.int32) if any(starts) else None,
+            mx.array([self.blocks], mx.int32),
+            mx.array([self.start + self.length], mx.int32),
+            mx.array([first], mx.int32) if first else None,
         )
 
 
@@ -85,16 +87,81 @@ def batch(
     groups: Many[Group], tables: Many[Many[BlockTable]], block_size: int, offsets: Many[int], slots: Many[int] | None
 ) -> Forward:
     """The forward of one new token each of several sequences; `tables[b][g]` is row b's table in group g."""
-    contexts = tuple(
-        _batch_group(group, [row[index] for row in tables], block_size, offsets) for index, group in enumerate(groups)
-    )
-    return Forward(
-        len(offsets),
-        1,
-        mx.array(offsets, mx.int32),
-        contexts,
-        None if slots is None else mx.array(slots, mx.int32),
-    )
+    arrays = BatchArrays.of(groups, tables, block_size, offsets, slots)
+    return arrays.forward(groups, block_size)
+
+
+@dataclass(frozen=True, slots=True)
+class BatchArrays:
+    """All that a forward of a batch depends on beside the tokens, int32. With rows and tables padded to a few sizes,
+    the same shapes come again and again, and the forward can be compiled for them.
+
+    `offsets` `[B]`, `slots` `[B]` or None; for each group `writes` `[B]`, `blocks` `[B, width]`, `starts` `[B]`.
+    """
+
+    offsets: mx.array
+    slots: mx.array | None
+    writes: tuple[mx.array, ...]
+    blocks: tuple[mx.array, ...]
+    starts: tuple[mx.array, ...]
+
+    @classmethod
+    def of(
+        cls,
+        groups: Many[Group],
+        tables: Many[Many[BlockTable]],
+        block_size: int,
+        offsets: Many[int],
+        slots: Many[int] | None,
+        padded: Callable[[int], int] = int,
+        rows: int = 0,
+    ) -> "BatchArrays":
+        """`padded` gives the width that a table of so many blocks gets; further rows up to `rows` are padding, which
+        reads and writes the null entries."""
+        missing = [0] * max(0, rows - len(offsets))
+        writes, blocks, starts = [], [], []
+        for index, group in enumerate(groups):
+            found = [_reach(group, row[index], block_size, at) for row, at in zip(tables, offsets, strict=True)]
+            width = padded(max(len(reach) for reach, _, _ in found))
+            filled = np.full((len(offsets) + len(missing), width), NULL, np.int32)
+            for row, (reach, _, _) in enumerate(found):
+                filled[row, : len(reach)] = reach
+            blocks.append(mx.array(filled))
+            starts.append(mx.array([start for _, start, _ in found] + missing, mx.int32))
+            writes.append(mx.array([write for _, _, write in found] + missing, mx.int32))
+        return cls(
+            mx.array([*offsets, *missing], mx.int32),
+            None if slots is None else mx.array([*slots, *missing], mx.int32),
+            tuple(writes),
+            tuple(blocks),
+            tuple(starts),
+        )
+
+    def forward(self, groups: Many[Group], block_size: int) -> Forward:
+        arrays = zip(groups, self.writes, self.blocks, self.starts, strict=True)
+        contexts = tuple(self._context(group, block_size, *rest) for group, *rest in arrays)
+        return Forward(self.offsets.shape[0], 1, self.offsets, contexts, self.slots)
+
+    def _context(
+        self, group: Group, block_size: int, write: mx.array, blocks: mx.array, starts: mx.array
+    ) -> GroupContext:
+        length = blocks.shape[1] * block_size
+        last = (self.offsets - starts)[:, None]
+        position = mx.arange(length, dtype=mx.int32)[None]
+        mask = position <= last
+        if group.window is not None:
+            mask = mask & (position > last - group.window)
+        tables = Paged(blocks, self.offsets + 1, None if group.window is None else starts)
+        mask = mask[:, None, None, :]
+        return GroupContext(group.window, block_size, write, blocks, 0, length, mask=mask, tables=tables)
+
+
+def _reach(group: Group, table: BlockTable, block_size: int, offset: int) -> tuple[list[int], int, int]:
+    """Of a row whose new token stands at `offset`: the blocks it reads, the position of their first slot, and the token
+    slot it writes."""
+    first = group.first_visible(offset) // block_size
+    write = table.blocks[offset // block_size - table.first] * block_size + offset % block_size
+    return table.blocks[first - table.first :], first * block_size, write
 
 
 def _single_group(group: Group, table: BlockTable, block_size: int, offset: int, length: int) -> GroupContext:
@@ -110,35 +177,7 @@ def _single_group(group: Group, table: BlockTable, block_size: int, offset: int,
     else:
         read = mx.array([blocks], mx.int32)
         write = mx.array(_token_slots(table, block_size, range(offset, last)), mx.int32)
-    rows = ((blocks, first // block_size, last),)
-    return GroupContext(group.window, write, read, first, last - first, skip, rows=rows, block_size=block_size)
-
-
-def _batch_group(group: Group, tables: list[BlockTable], block_size: int, offsets: Many[int]) -> GroupContext:
-    firsts = [group.first_visible(offset) // block_size for offset in offsets]
-    rows = [table.blocks[first - table.first :] for table, first in zip(tables, firsts, strict=True)]
-    width = max(map(len, rows))
-    padded = [row + [NULL] * (width - len(row)) for row in rows]
-    write = [
-        _token_slots(table, block_size, range(offset, offset + 1))[0]
-        for table, offset in zip(tables, offsets, strict=True)
-    ]
-    # Positions relative to each row's first block read.
-    last = mx.array([offset - first * block_size for offset, first in zip(offsets, firsts, strict=True)], mx.int32)
-    position = mx.arange(width * block_size, dtype=mx.int32)[None]
-    mask = position <= last[:, None]
-    if group.window is not None:
-        mask = mask & (position > last[:, None] - group.window)
-    return GroupContext(
-        group.window,
-        mx.array(write, mx.int32),
-        mx.array(padded, mx.int32),
-        0,
-        width * block_size,
-        mask=mask[:, None, None, :],
-        rows=tuple(zip(rows, firsts, [offset + 1 for offset in offsets], strict=True)),
-        block_size=block_size,
-    )
+    return GroupContext(group.window, block_size, write, read, first, last - first, skip, blocks=tuple(blocks))
 
 
 def _consecutive(blocks: list[int]) -> bool:
