@@ -12,6 +12,7 @@ from metalctl.kernels.cpu import paged as cpu
 SIMD = 32
 SIMDS = 4  # SIMD-groups (warps) of a threadgroup
 SHORTEST, LONGEST = 128, 4096  # positions that are worth a threadgroup, and that one can be given
+FULL = 128  # threadgroups that occupy a device already: more of them are worth it for long contexts only
 MOST_PARTS = 512  # threadgroups along the context of one sequence
 WANTED = {"metal": 512, "cuda": 1024}  # threadgroups that keep a large device busy
 MOST_ROWS = {"metal": 4, "cuda": 8}  # queries that share a load, as far as registers go
@@ -181,8 +182,9 @@ def make_plan(
     context = block_tables.shape[1] * block_size
     if window is not None:
         context = min(context, window + length - 1 + ALIGNMENT)
-    wanted = max(1, WANTED[device] // (batch * kv_heads * tiles))
-    parts = max(min(wanted, -(-context // SHORTEST)), -(-context // (LONGEST - 64)))
+    groups = batch * kv_heads * tiles
+    shortest = SHORTEST if groups < FULL else 4 * SHORTEST
+    parts = max(min(WANTED[device] // groups, context // shortest), -(-context // (LONGEST - 64)))
     if parts > MOST_PARTS:
         return None
     return Plan(
