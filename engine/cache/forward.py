@@ -44,6 +44,13 @@ class GroupContext:
     tables: Paged | None = None  # of a batch
 
     @cached_property
+    def write_slots(self) -> mx.array:
+        """`write` as int32 `[B * L]` in any case."""
+        if isinstance(self.write, slice):
+            return mx.array(np.arange(self.write.start, self.write.stop, dtype=np.int32))
+        return self.write
+
+    @cached_property
     def paged(self) -> Paged:
         """Made when the first layer asks for it, and read by all."""
         if self.tables is not None:

@@ -94,7 +94,7 @@ class PagedKVCache(_BaseCache):  # type: ignore[misc]
         assert self._forward is not None
         if mask is None or isinstance(mask, str):
             alone = self._forward.batch_size == 1 and (mask is not None or self._forward.length == 1)
-            return (None,) if alone else None
+            return (self._context.window,) if alone else None
         return next(((window,) for given, window in self._forward.masks if given is mask), None)
 
     @property
