@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from metalctl.app import Invocation
 from metalctl.engine.config import EngineConfig
 from metalctl.output import Output, human_bytes
+from metalctl.sampling import generation_defaults
 
 if TYPE_CHECKING:
     from metalctl.engine.engine_thread import EngineThread
@@ -48,7 +49,7 @@ def running_engine(
         trained = loaded[0].context_length
         if config.max_model_len and config.max_model_len > trained:
             output.warn(f"the model was trained for {trained} tokens; beyond that its answers may make no sense.")
-        yield RunningEngine(thread, checkpoint, loaded[0].generation_defaults, seconds)
+        yield RunningEngine(thread, checkpoint, generation_defaults(checkpoint, loaded[0]), seconds)
     finally:
         thread.close()
 

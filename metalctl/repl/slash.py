@@ -59,6 +59,9 @@ def _retry(repl: "Repl", _argument: str) -> None:
     text = repl.chat.conversation.undo()
     if text is None:
         raise UsageError("there is nothing to retry")
+    params = repl.chat.options.params(repl.chat.generation_defaults)
+    if params.temperature == 0 or params.seed is not None:
+        repl.say("With temperature 0 or a seed the answer is the same again; /set temperature 0.7 changes that.")
     try:
         repl.answer(text)
     finally:

