@@ -137,7 +137,7 @@ BROKEN = {
     "five dimensions": (header([], [tensor(b"a", (1, 1, 1, 1, 1), 0, 0)], bytes(256)), "5 dimensions"),
     "no dimensions": (header([], [tensor(b"a", (), 0, 0)], bytes(256)), "0 dimensions"),
     "unknown tensor type": (header([], [tensor(b"a", (32,), 99, 0)], bytes(256)), "type 99"),
-    "unknown value type": (header([pair(b"k", 77, bytes(8))], []), "unknown type, 77"),
+    "unknown value type": (header([pair(b"k", 77, bytes(8))], []), "type 77"),
     "array of arrays": (header([pair(b"k", ARRAY, struct.pack("<IQ", ARRAY, 1))], []), "array of arrays"),
     "absurd number of keys": (header([], [], counts=(0, HUGE)), f"{HUGE} keys"),
     "absurd number of tensors": (header([], [], counts=(HUGE, 0)), f"{HUGE} tensors"),

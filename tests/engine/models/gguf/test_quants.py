@@ -1,0 +1,136 @@
+"""Every block type of the gguf package is loaded with the values that `gguf.dequantize` gives, or refused by name."""
+
+import gguf
+import mlx.core as mx
+import numpy as np
+import pytest
+from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
+
+from metalctl.engine.errors import CheckpointError, UnsupportedModelError
+from metalctl.engine.models.gguf import quants
+from metalctl.engine.models.gguf.quants import FLOATS, FORMATS, Packed, check_type, dequantize, explain, pack
+
+ROWS, BLOCKS = 12, 8
+REFUSED = {"Q8_1", "Q8_K", "I8", "I16", "I32", "I64"}
+
+
+def blocks(kind: GGMLQuantizationType, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
+    """Random bytes of blocks whose values are all finite, and those values, both [ROWS, ...]."""
+    size = GGML_QUANT_SIZES[kind][1]
+    rng = np.random.default_rng(seed)
+    raw = rng.integers(0, 256, (40 * ROWS * BLOCKS, size), dtype=np.uint8)
+    if kind == GGMLQuantizationType.NVFP4:
+        raw[:, :4] &= 0x7F
+    with np.errstate(all="ignore"):
+        values = reference(raw, kind)
+        sound = np.flatnonzero((np.abs(values) < 1e4).all(axis=1))[: ROWS * BLOCKS]
+    assert len(sound) == ROWS * BLOCKS
+    return raw[sound].reshape(ROWS, -1), values[sound].reshape(ROWS, -1)
+
+
+def reference(raw: np.ndarray, kind: GGMLQuantizationType) -> np.ndarray:
+    if kind == GGMLQuantizationType.Q1_0:  # the gguf package has its size only: a set bit is d, a clear one -d
+        scale = raw[:, :2].copy().view(np.float16).astype(np.float32)
+        return np.where(np.unpackbits(raw[:, 2:], axis=1, bitorder="little"), scale, -scale)
+    return gguf.dequantize(raw, kind)
+
+
+def unpacked(packed: Packed, kind: GGMLQuantizationType) -> np.ndarray:
+    biases = None if packed.biases is None else mx.array(packed.biases)
+    values = mx.dequantize(
+        mx.array(packed.weight), mx.array(packed.scales), biases, dtype=mx.float32, **FORMATS[kind].parameters
+    )
+    return np.array(values)
+
+
+def largest(values: np.ndarray, group: int) -> np.ndarray:
+    """The largest magnitude in each value's group."""
+    grouped = np.abs(values).reshape(-1, group).max(axis=1, keepdims=True)
+    return np.broadcast_to(grouped, (grouped.size, group)).reshape(values.shape)
+
+
+@pytest.mark.parametrize("kind", [kind for kind in FORMATS if FORMATS[kind].exact], ids=lambda kind: kind.name)
+def test_exact_types_keep_every_value(kind: GGMLQuantizationType) -> None:
+    raw, values = blocks(kind)
+    found = unpacked(pack("t", raw, kind), kind)
+    assert (np.abs(found - values) <= 2**-11 * largest(values, 32)).all()
+    assert np.abs(found - values).max() <= 1e-5 * np.abs(values).max()
+
+
+# The share of the group's largest value that a value may be off by; how this looks in a whole model is in docs/gguf.md.
+ROUNDED = {"Q6_K": 1 / 120, "Q3_K": 1 / 120, "Q2_K": 1 / 250, "IQ2_XS": 1 / 30, "IQ2_S": 1 / 30, "IQ1_M": 1 / 200}
+
+
+@pytest.mark.parametrize("kind", [kind for kind in FORMATS if not FORMATS[kind].exact], ids=lambda kind: kind.name)
+def test_types_with_small_groups_are_rounded_finely(kind: GGMLQuantizationType) -> None:
+    raw, values = blocks(kind)
+    found = unpacked(pack("t", raw, kind), kind)
+    assert (np.abs(found - values) <= ROUNDED[kind.name] * largest(values, 32) + 1e-12).all()
+
+
+@pytest.mark.parametrize("kind", FORMATS, ids=lambda kind: kind.name)
+def test_numbers_equal_those_of_the_gguf_package(kind: GGMLQuantizationType) -> None:
+    raw, values = blocks(kind, seed=1)
+    np.testing.assert_array_equal(dequantize("t", raw, kind), values)
+
+
+@pytest.mark.parametrize("kind", FLOATS, ids=lambda kind: kind.name)
+def test_floats_equal_those_of_the_gguf_package(kind: GGMLQuantizationType) -> None:
+    values = np.linspace(-3, 3, 64, dtype=np.float32).reshape(2, 32)
+    raw = values.astype(np.float64).view(np.uint8) if kind.name == "F64" else gguf.quantize(values, kind).view(np.uint8)
+    expected = values if kind.name == "F64" else gguf.dequantize(raw, kind)
+    np.testing.assert_array_equal(dequantize("t", raw, kind), expected)
+
+
+def test_every_type_of_the_gguf_package_is_loaded_or_refused_by_name() -> None:
+    for kind in GGMLQuantizationType:
+        if kind.name not in REFUSED:
+            check_type("t", kind)
+            continue
+        with pytest.raises(UnsupportedModelError, match=f"'t' is stored as {kind.name}"):
+            check_type("t", kind)
+
+
+def test_precision_exact_rounds_nothing() -> None:
+    for kind in FORMATS:
+        chosen = quants.quantised_format(kind, "exact")
+        assert chosen is None or chosen.exact
+        assert "rounded" not in explain(kind, "exact")
+    assert explain(GGMLQuantizationType.Q6_K) == "rounded to 8 bits in groups of 32"
+    assert explain(GGMLQuantizationType.Q4_K) == "repacked exactly as 4 bits in groups of 32"
+
+
+@pytest.mark.parametrize("kind", [GGMLQuantizationType.Q4_K, GGMLQuantizationType.Q6_K], ids=lambda kind: kind.name)
+def test_experts_are_packed_as_each_would_be_alone(kind: GGMLQuantizationType) -> None:
+    raw, _ = blocks(kind)
+    together = pack("t", raw.reshape(3, ROWS // 3, -1), kind)
+    assert together.weight.shape[:2] == (3, ROWS // 3)
+    alone = pack("t", raw[ROWS // 3 : 2 * ROWS // 3], kind)
+    np.testing.assert_array_equal(together.weight[1], alone.weight)
+    np.testing.assert_array_equal(together.scales[1], alone.scales)
+
+
+def test_chunks_make_no_difference(monkeypatch: pytest.MonkeyPatch) -> None:
+    raw, _ = blocks(GGMLQuantizationType.Q5_K)
+    whole = pack("t", raw, GGMLQuantizationType.Q5_K)
+    monkeypatch.setattr(quants, "VALUES_AT_ONCE", 5 * 256)
+    chunked = pack("t", raw, GGMLQuantizationType.Q5_K)
+    np.testing.assert_array_equal(whole.weight, chunked.weight)
+    np.testing.assert_array_equal(whole.biases, chunked.biases)
+
+
+def test_scale_that_is_no_number_names_the_tensor() -> None:
+    raw, _ = blocks(GGMLQuantizationType.Q8_0)
+    raw[3, :2] = np.frombuffer(np.float16("nan").tobytes(), np.uint8)
+    with pytest.raises(CheckpointError, match=r"blk\.0\.ffn_up\.weight"):
+        pack("blk.0.ffn_up.weight", raw, GGMLQuantizationType.Q8_0)
+    with pytest.raises(CheckpointError, match=r"blk\.0\.ffn_up\.weight"):
+        dequantize("blk.0.ffn_up.weight", raw, GGMLQuantizationType.Q8_0)
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4, 5, 6, 8])
+def test_bits_are_packed_in_the_order_that_mlx_reads(bits: int) -> None:
+    codes = np.random.default_rng(bits).integers(0, 1 << bits, (4, 64), dtype=np.uint8)
+    packed = mx.array(quants.pack_bits(codes, bits).view(np.uint32))
+    ones, zeros = mx.ones((4, 2)), mx.zeros((4, 2))
+    np.testing.assert_array_equal(np.array(mx.dequantize(packed, ones, zeros, 32, bits)), codes)
