@@ -23,7 +23,10 @@ FLAGS = [
     *("-Xclang", "-cl-single-precision-constant"),  # there is no double on the device
     *("-Wno-user-defined-literals", "-Wno-unknown-attributes", "-fno-sanitize=undefined"),
 ]
-WATCHED = ["-g", "-fsanitize=thread", "-mllvm", "-tsan-instrument-func-entry-exit=0"]
+WATCHED = [
+    *("-g", "-fsanitize=thread", "-mllvm", "-tsan-instrument-func-entry-exit=0"),
+    *("-mllvm", "-tsan-instrument-read-before-write=1"),
+]
 
 
 class NoCompilerError(Exception):

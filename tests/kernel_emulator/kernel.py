@@ -80,7 +80,8 @@ class Kernel:
     ) -> list[mx.array]:
         if len(inputs) != len(self.input_names):
             raise ValueError(f"{self.name} takes {len(self.input_names)} inputs, got {len(inputs)}")
-        memory = [part for name, value in zip(self.input_names, inputs, strict=True) for part in self._input(name, value)]
+        named = zip(self.input_names, inputs, strict=True)
+        memory = [part for name, value in named for part in self._input(name, value)]
         sizes = zip(self.output_names, output_shapes, output_dtypes, strict=True)
         outputs = [self._output(name, shape, dtype, init_value) for name, shape, dtype in sizes]
         parameters = [part.parameter for part in (*memory, *outputs)]
