@@ -81,7 +81,7 @@ class Fault:
 class Request:
     method: str
     path: str  # with its query
-    headers: Mapping[str, str]
+    headers: Mapping[str, str]  # names in lower case
 
 
 class Hub:
@@ -165,7 +165,9 @@ class _Handler(BaseHTTPRequestHandler):
     def log_message(self, format: str, *args: Any) -> None: ...
 
     def _serve(self) -> None:
-        self.fault = self.hub.fault_for(Request(self.command, self.path, dict(self.headers.items())))
+        self.fault = self.hub.fault_for(
+            Request(self.command, self.path, {key.lower(): value for key, value in self.headers.items()})
+        )
         if self.fault and self.fault.status:
             self._json({"error": "as told", "Message": "as told"}, self.fault.status, self.fault.headers)
             return

@@ -167,9 +167,13 @@ def as_storage_error(error: BaseException | None, folder: Path) -> StorageError 
         if number in (errno.ENOSPC, errno.EDQUOT):
             return StorageError(f"The disk of {folder} is full.", "Free some space; the next pull goes on from there.")
         if number in (errno.EROFS, errno.EACCES, errno.EPERM):
-            return StorageError(f"{folder} cannot be written to.", "Make it writable, or move the cache elsewhere.")
+            return unwritable(folder)
         error = error.__cause__ or error.__context__
     return None
+
+
+def unwritable(folder: Path) -> StorageError:
+    return StorageError(f"{folder} cannot be written to.", "Make it writable, or move the cache elsewhere.")
 
 
 def _total(sizes: list[int | None]) -> int | None:

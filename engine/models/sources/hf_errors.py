@@ -103,10 +103,12 @@ def translated(error: BaseException, reference: Reference, cache: Path) -> Metal
             return NotCachedError(
                 f"{reference} is not here in full, and connections are switched off.", online(reference)
             )
+        case EntryNotFoundError():
+            return ModelNotFoundError(
+                f"A file of {reference} is no longer on the hub: {short(error)}.", "Pull it again."
+            )
         case HfHubHTTPError():
             return _answered(error, reference)
-        case EntryNotFoundError():
-            return ModelNotFoundError(f"A file of {reference} is not on the hub: {short(error)}.")
         case HFValidationError():
             return UsageError(f"{name} is no name of a repository on Hugging Face: {short(error)}")
         case _:

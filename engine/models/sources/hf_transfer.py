@@ -70,10 +70,14 @@ class Transfer:
     def _fetch_checked(self, blob: Blob, target: Path) -> None:
         partial = target.with_name(f"{blob.etag}.incomplete")
         for _ in range(CHECK_TRIES):
-            with partial.open("ab+", buffering=2**20) as file:
-                digest = self._receive(blob, file)
-                file.flush()
-                os.fsync(file.fileno())
+            try:
+                with partial.open("ab+", buffering=2**20) as file:
+                    digest = self._receive(blob, file)
+                    file.flush()
+                    os.fsync(file.fileno())
+            finally:
+                if partial.exists() and not partial.stat().st_size and blob.size:
+                    partial.unlink()
             if digest == blob.etag:
                 partial.replace(target)
                 return

@@ -47,6 +47,7 @@ from metalctl.engine.models.sources.base import (
     RemoteFile,
     require_space,
     storage_errors,
+    unwritable,
 )
 from metalctl.engine.models.sources.hf_errors import ask, translated
 from metalctl.engine.models.sources.hf_transfer import Blob, Transfer, read_range
@@ -125,7 +126,8 @@ class HuggingFace:
         scan = self._scan()
         revisions = _model_revisions(scan)
         whole = [model for name, revision in revisions for model in listed_models(name, revision, self.cache)]
-        return [*whole, *_begun(scan)]
+        lacking = {model.identity.name for model in whole if not model.complete}
+        return [*whole, *(model for model in _begun(scan) if model.identity.name not in lacking)]
 
     def remove(self, models: Sequence[CachedModel]) -> int:
         """Deletes through the library, which keeps blobs that another revision still links to."""
@@ -145,11 +147,12 @@ class HuggingFace:
                 commits.append(revision.commit_hash)
         strategies = [scan.delete_files(*files)] + ([scan.delete_revisions(*commits)] if commits else [])
         begun = [model for model in _begun(scan) if model.path in doomed]
+        staying = {model.identity.name for model in self.cached() if model.path not in doomed}
         with storage_errors(self.cache):
             for strategy in strategies:
                 strategy.execute()
             for model in begun:
-                _remove_begun(model)
+                _remove_begun(model, alone=model.identity.name not in staying)
         return sum(int(strategy.expected_freed_size) for strategy in strategies) + sum(model.size for model in begun)
 
     def _planned(self, name: str, commit: str, file: RepoSibling) -> PlannedFile:
@@ -166,6 +169,8 @@ class HuggingFace:
             self.cache,
         )
         self._download(snapshot_download, revision, reference, progress, allow_patterns=[])
+        if not (self.cache / repo_folder_name(repo_id=reference.name, repo_type="model")).is_dir():
+            raise unwritable(self.cache)  # of which the library only warns
         return revision
 
     def _download(
@@ -281,15 +286,16 @@ def listed_models(name: str, revision: CachedRevisionInfo, cache: Path) -> list[
     files = {file.file_path.relative_to(revision.snapshot_path).as_posix(): file for file in revision.files}
     branch = min(revision.refs, default=revision.commit_hash)
     at = None if constants.DEFAULT_REVISION in revision.refs else branch
+    expected = _expected(name, revision.commit_hash, cache) or list(files)
     models = []
-    for tag in [model.label for model in gguf_models(files)] + ([None] if "config.json" in files else []):
+    for tag in [model.label for model in gguf_models(files)] + ([None] if "config.json" in expected else []):
         reference = Reference("hf", name, tag, at)
         try:
-            chosen = select(_expected(name, revision.commit_hash, cache) or files, tag, name)
+            chosen = select(expected, tag, name)
         except MetalctlError:
             continue  # the configuration of something that is no model, or an ambiguous rest of one
         here = [files[path] for path in chosen.files if path in files]
-        if any(path in files for path in chosen.weights) and (tag or chosen.format == "mlx"):
+        if here and (tag or chosen.format == "mlx"):
             models.append(_listed(reference, revision, chosen, here))
     return models
 
@@ -329,11 +335,12 @@ def _begun(scan: HFCacheInfo) -> list[CachedModel]:
     return models
 
 
-def _remove_begun(model: CachedModel) -> None:
+def _remove_begun(model: CachedModel, alone: bool) -> None:
+    """Delete unfinished files, and with the last model of a repository all that was fetched for it."""
     for file in model.files:
         file.unlink(missing_ok=True)
-    if not any((model.path / "blobs").iterdir()):
-        shutil.rmtree(model.path)
+    if alone:
+        shutil.rmtree(model.path, ignore_errors=True)
 
 
 def _expected(name: str, commit: str, cache: Path) -> list[str] | None:

@@ -189,12 +189,13 @@ class ModelScope:
         paths = [path.relative_to(snapshot).as_posix() for path in two_levels(snapshot)]
         paths = [path for path in paths if not path.endswith(UNFINISHED)]
         record = self._record(name, revision)
-        tags = [model.label for model in gguf_models(paths)] + ([None] if "config.json" in paths else [])
+        expected = record.expected or paths
+        tags = [model.label for model in gguf_models(paths)] + ([None] if "config.json" in expected else [])
         models = []
         for tag in tags:
             reference = Reference("ms", name, tag, None if revision == MASTER else revision)
             try:
-                chosen = select(record.expected or paths, tag, name)
+                chosen = select(expected, tag, name)
             except MetalctlError:
                 continue
             here = tuple(snapshot / path for path in chosen.files if path in paths)

@@ -46,6 +46,9 @@ def hf(hub: Hub, tmp_path: Path, hurried: None) -> HuggingFace:
 @pytest.fixture
 def ms(hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModelScope:
     monkeypatch.setenv("MODELSCOPE_DOWNLOAD_INTRA_CLOUD", "false")
+    monkeypatch.setattr("modelscope_hub._legacy_api.REPO_TREE_PAGE_RETRY_MAX_DELAY_SECONDS", 0.02)
+    monkeypatch.setattr("modelscope_hub._download.DOWNLOAD_INTEGRITY_RETRY_BACKOFF", 0.02)
+    monkeypatch.setattr("modelscope_hub._download.DOWNLOAD_RETRY_MAX_DELAY_SECONDS", 0.02)
     return modelscope_at(hub.url, tmp_path)
 
 

@@ -116,9 +116,9 @@ def test_the_only_model_needs_no_tag() -> None:
 
 
 def test_a_missing_part_is_named() -> None:
-    with pytest.raises(CheckpointError, match="x-Q8_0-00002-of-00003.gguf"):
+    with pytest.raises(CheckpointError, match=r"x-Q8_0-00002-of-00003\.gguf"):
         select(["x-Q8_0-00001-of-00003.gguf", "x-Q8_0-00003-of-00003.gguf"], "Q8_0", "o/r")
-    with pytest.raises(CheckpointError, match="model-00001-of-00002.safetensors"):
+    with pytest.raises(CheckpointError, match=r"model-00001-of-00002\.safetensors"):
         select(["config.json", "model-00002-of-00002.safetensors"], None, "o/r")
 
 
