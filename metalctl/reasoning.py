@@ -8,6 +8,8 @@ TAGS = (
     ("<thinking>", "</thinking>"),
     ("<seed:think>", "</seed:think>"),
     ("[THINK]", "[/THINK]"),
+    ("<|START_THINKING|>", "<|END_THINKING|>"),
+    ("<|channel>thought", "<channel|>"),
 )
 
 
