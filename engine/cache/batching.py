@@ -1,4 +1,4 @@
-"""Whether a model's code can step several sequences of different lengths at once: tried out, not assumed.
+"""What a model's code can do, tried out and not assumed: continue what was begun, and step a batch.
 
 Some models compute attention by hand and broadcast the mask of a batch along the wrong axis, need the position as one
 number, or take positions from the length of the keys, which in a batch includes padding. They are stepped row by row.
@@ -12,15 +12,22 @@ from metalctl.engine.cache.block_manager import BlockTable, StateCopy
 from metalctl.engine.cache.block_pool import NULL
 from metalctl.engine.cache.cache_set import CacheSet
 from metalctl.engine.cache.layout import CacheLayout, KVLayer
+from metalctl.engine.errors import UnsupportedModelError
 
 _BLOCK = 8  # tokens in a block here
 _PADDING = 48  # blocks, in front of nothing
 _PROMPTS = ([1, 2, 3], [4])
+_NEXT = 5
 _ROUNDING = 0.05  # of the largest logit: what a narrow dtype may differ by; a wrong position differs by more
 
 
 def decodes_as_batch(model: nn.Module, layout: CacheLayout) -> bool:
-    """Whether a step of a batch builds, and a padded row of one brings what the row alone does."""
+    """Whether the model can step several sequences of different lengths at once: a step of a batch builds, and a
+    padded row of one brings what the row alone does.
+
+    Raises UnsupportedModelError for a model that reads a prompt differently when it is cut: its tokens see later ones.
+    """
+    _check_causal(model, layout)
     if not layout.shares_prefixes:
         return False
     if any(isinstance(leaf, KVLayer) and leaf.value_shape[1] == 0 for leaf in layout.leaves):
@@ -44,27 +51,49 @@ def _builds(model: nn.Module, layout: CacheLayout) -> bool:
 
 def _agrees(model: nn.Module, layout: CacheLayout) -> bool:
     """Read two short prompts, then step both as a batch with much padding, and each by itself from the same state."""
-    caches = _caches(layout, 1 + 2 * len(_PROMPTS))
     count = len(_PROMPTS)
-    lengths = [len(prompt) for prompt in _PROMPTS]
-    slots = list(range(1, count + 1)) if layout.has_states else None
+    caches = _caches(layout, 1 + 2 * count)
     for row, prompt in enumerate(_PROMPTS):
-        _single(model, layout, caches, row, row, 0, prompt)
+        _read(model, layout, caches, row + 1, 0, prompt)
     caches.copy([StateCopy(row + 1, count + row + 1) for row in range(count)])
     tables = [[BlockTable(0, [row + 1] + [NULL] * _PADDING) for _ in layout.groups] for row in range(count)]
-    step = forward.batch(layout.groups, tables, _BLOCK, lengths, slots)
-    together = caches.call(model, mx.array([[5]] * count, mx.int32), step)[:, -1]
+    slots = list(range(1, count + 1)) if layout.has_states else None
+    step = forward.batch(layout.groups, tables, _BLOCK, list(map(len, _PROMPTS)), slots)
+    together = caches.call(model, mx.array([[_NEXT]] * count, mx.int32), step)[:, -1]
     mx.eval(together, *caches.arrays)
-    alone = [_single(model, layout, caches, row, count + row, lengths[row], [5]) for row in range(count)]
+    alone = [
+        _read(model, layout, caches, row + 1, len(prompt), [_NEXT], slot=count + row + 1)
+        for row, prompt in enumerate(_PROMPTS)
+    ]
     return _close(together, mx.concatenate(alone))
 
 
-def _single(
-    model: nn.Module, layout: CacheLayout, caches: CacheSet, row: int, slot: int, offset: int, tokens: list[int]
+def _check_causal(model: nn.Module, layout: CacheLayout) -> None:
+    caches = _caches(layout, 3)
+    prompt = _PROMPTS[0]
+    whole = _read(model, layout, caches, 1, 0, [*prompt, _NEXT])
+    _read(model, layout, caches, 2, 0, prompt)
+    if not _close(_read(model, layout, caches, 2, len(prompt), [_NEXT]), whole):
+        raise UnsupportedModelError(
+            "the model's code in mlx-lm reads a prompt differently when it is cut: its tokens see later ones.",
+            "This architecture cannot be run on this device.",
+        )
+
+
+def _read(
+    model: nn.Module,
+    layout: CacheLayout,
+    caches: CacheSet,
+    block: int,
+    offset: int,
+    tokens: list[int],
+    slot: int | None = None,
 ) -> mx.array:
-    tables = [BlockTable(0, [row + 1]) for _ in layout.groups]
-    state = slot + 1 if layout.has_states else None
-    step = forward.single(layout.groups, tables, _BLOCK, offset, len(tokens), state)
+    """Logits `[1, V]` after these tokens of a sequence that lies in one block and in the slot of the same number."""
+    tables = [BlockTable(0, [block]) for _ in layout.groups]
+    step = forward.single(
+        layout.groups, tables, _BLOCK, offset, len(tokens), (slot or block) if layout.has_states else None
+    )
     logits = caches.call(model, mx.array([tokens], mx.int32), step)[:, -1]
     mx.eval(logits, *caches.arrays)
     return logits

@@ -133,6 +133,7 @@ def read_layout(model: nn.Module, kv_dtype: mx.Dtype | None = None) -> CacheLayo
     Raises UnsupportedModelError where the model's code does not run on this device at all.
     """
     blanks, caches = make_prompt_cache(model), make_prompt_cache(model)
+    asked = [_listen(cache) for cache in caches if type(cache) is RotatingKVCache]
     try:
         _step(model, caches, _SETTLED)
         before = [_shapes(cache) for cache in caches]
@@ -142,6 +143,7 @@ def read_layout(model: nn.Module, kv_dtype: mx.Dtype | None = None) -> CacheLayo
         raise UnsupportedModelError(
             f"the model's code in mlx-lm does not run here: {error}", "This architecture cannot be run on this device."
         ) from error
+    _widen(caches, dict(pair for pairs in asked for pair in pairs))
     groups: list[Group] = []
     layers = [_translate(cache, groups, kv_dtype) for cache in caches]
     for index, layer in enumerate(layers):
@@ -162,6 +164,27 @@ def _shapes(cache: Any) -> list[tuple[int, ...] | None]:
     if isinstance(cache, CacheList):
         return [shape for part in cache.caches for shape in _shapes(part)]
     return [None if a is None else a.shape for a in cache.cache] if isinstance(cache, ArraysCache) else []
+
+
+def _listen(cache: RotatingKVCache) -> list[tuple[int, int]]:
+    """From now on, the (size of the cache, window) pairs of the masks that the model asks this cache for."""
+    heard: list[tuple[int, int]] = []
+    make_mask = cache.make_mask
+
+    def listening(N: int, window_size: int | None = None, return_array: bool = False) -> Any:
+        heard.append((cache.max_size, window_size or 0))
+        return make_mask(N, window_size=window_size, return_array=return_array)
+
+    cache.make_mask = listening
+    return heard
+
+
+def _widen(caches: list[Any], asked: dict[int, int]) -> None:
+    """Count on the window of the masks where that is more than the cache would keep: what a prompt read in one go
+    sees is what a model was trained with."""
+    for cache in caches:
+        if type(cache) is RotatingKVCache:
+            cache.max_size = max(cache.max_size, asked.get(cache.max_size, 0))
 
 
 # -- the table: one row a cache kind; None where only the model's own object will do
