@@ -2,7 +2,8 @@
 to run them: a tokenizer of one character a token, and mlx-lm by itself as the reference."""
 
 import importlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -102,10 +103,14 @@ def load(model: nn.Module, eos: Sequence[int] = (), context: int = 4096) -> Load
 
 
 def reference(
-    model: nn.Module, prompt: Sequence[int], count: int, chunk: int | None = None
+    model: nn.Module,
+    prompt: Sequence[int],
+    count: int,
+    chunk: int | None = None,
+    make_cache: Callable[[nn.Module], list[Any]] = make_prompt_cache,
 ) -> tuple[list[int], mx.array]:
     """Greedy tokens of the model run by itself, and the logits `[count, V]` that they were chosen from."""
-    cache = make_prompt_cache(model)
+    cache = make_cache(model)
     step = chunk or len(prompt)
     for start in range(0, len(prompt), step):
         logits = model(mx.array([prompt[start : start + step]]), cache=cache)[:, -1]
