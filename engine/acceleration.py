@@ -13,12 +13,12 @@ import mlx.nn as nn
 from mlx_lm.models.rope_utils import Llama3RoPE, YarnRoPE
 from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwiGLU, SwitchGLU, SwitchLinear
 
+from metalctl.engine import decoder_layers
 from metalctl.engine import native_layers as native
 from metalctl.kernels.cpu import library
 from metalctl.kernels.cpu.build import BuildError, build
-from metalctl.kernels.cpu.library import Gate, LibraryError
+from metalctl.kernels.cpu.library import Gate, LibraryError, Turns
 
-CLOSE = 0.05  # of the largest value: what a gate's 8-bit activations may differ; a wrong gate differs by far more
 _FLOATS = (mx.float16, mx.bfloat16, mx.float32)
 
 
@@ -49,15 +49,17 @@ def accelerate(model: nn.Module) -> list[str]:
     if not library.loaded():
         return []
     replaced: Counter[str] = Counter()
-    for parent in [model, *model.modules()]:
+    for parent in model.modules():
         siblings = native.Siblings()
         for module in _direct(parent):
             if type(module) in _LEAVES:
                 replaced[_LEAVES[type(module)](module, siblings)] += 1
     for module in model.modules():
         replaced[_composite(module)] += 1
+    for module in model.modules():
+        replaced["decoder layers"] += decoder_layers.fuse(module)
     mx.clear_cache()
-    counts = [f"{count} {name}" for name, count in replaced.items() if name]
+    counts = [f"{count} {name}" for name, count in replaced.items() if name and count]
     return [f"CPU kernels ({library.description()}): {', '.join(counts)}"] if counts else []
 
 
@@ -120,7 +122,7 @@ def _yarn_rope(module: Any, siblings: native.Siblings) -> str:
 
 def _turn(module: Any, inverse_frequencies: mx.array, traditional: bool, scale: float) -> str:
     module.__class__ = native.RoPE
-    module.adopt(inverse_frequencies.tolist(), traditional, scale)
+    module.adopt(Turns(inverse_frequencies.tolist(), traditional, scale))
     return "ropes"
 
 
@@ -169,8 +171,8 @@ def _gated_mlp(module: Any) -> str:
     expected = module(x)
     gate, up = module.gate_proj.operation(x), module.up_proj.operation(x)
     for kind, activation in ((Gate.SILU, nn.silu), (Gate.GELU_TANH, nn.gelu_approx)):
-        if _agree(expected, module.down_proj.operation(activation(gate) * up)):
-            module.__class__ = _with_call_of(native.GatedMLP, type(module))
+        if native.agree(expected, module.down_proj.operation(activation(gate) * up), 1e-3):
+            module.__class__ = native.with_call_of(native.GatedMLP, type(module))
             native.GatedMLP.adopt(module, kind)
             return "MLPs"
     return ""
@@ -183,17 +185,8 @@ def _unknown_norm(module: Any) -> str:
     expected = module(x)
     weight = module["weight"].astype(mx.float32)
     for plus_one in (False, True):
-        if _agree(expected, mx.fast.rms_norm(x, weight + 1.0 if plus_one else weight, module.eps), 1e-2):
+        if native.agree(expected, mx.fast.rms_norm(x, weight + 1.0 if plus_one else weight, module.eps), 1e-2):
             module.__class__ = native.RMSNorm
             module.adopt(plus_one)
             return "norms"
     return ""
-
-
-def _agree(a: mx.array, b: mx.array, tolerance: float = 1e-3) -> bool:
-    return bool(mx.abs(a - b).max() <= tolerance * mx.abs(a).max())
-
-
-def _with_call_of(ours: type, theirs: type) -> type:
-    """A subclass of the module's own class, so that whoever asks still finds it, that is called as ours is."""
-    return type(theirs.__name__, (ours, theirs), {})

@@ -1,5 +1,8 @@
-"""Layers of a loaded model on the CPU kernels. Each takes the place of one of MLX's own, keeps its attributes, and holds
-its weights packed. Everything between layers is float32, whatever the checkpoint's type."""
+"""Layers of a loaded model on the CPU kernels.
+
+Each takes the place of one of MLX's own, keeps its attributes, and holds its weights packed. Everything between layers
+is float32, whatever the checkpoint's type.
+"""
 
 from collections.abc import Sequence
 from typing import Any
@@ -9,7 +12,7 @@ import mlx.nn as nn
 from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchGLU, SwitchLinear
 
 from metalctl.kernels.cpu import library
-from metalctl.kernels.cpu.library import Gate, Operation, Weight
+from metalctl.kernels.cpu.library import Gate, Operation, Turns, Weight
 
 MOST_TOGETHER = 3  # layers that one operation computes
 
@@ -192,8 +195,10 @@ class GatedMLP(nn.Module):
     """`down(activation(gate(x)) * up(x))`: gate, up and the product between them are one operation."""
 
     gated: Operation
+    activation: Gate
 
     def adopt(self, activation: Gate) -> None:
+        self.activation = activation
         parts = (self.gate_proj, self.up_proj)
         self.gated = library.linear([p.native for p in parts], [p.native_bias for p in parts], activation)
 
@@ -229,13 +234,25 @@ class Positions:
 
 
 class RoPE(nn.Module):
+    turns: Turns
     operation: Operation
 
-    def adopt(self, inverse_frequencies: list[float], traditional: bool, scale: float) -> None:
-        self.operation = library.rope(inverse_frequencies, traditional, scale)
+    def adopt(self, turns: Turns) -> None:
+        self.turns = turns
+        self.operation = library.rope(turns)
 
     def __call__(self, x: mx.array, offset: int | mx.array = 0) -> mx.array:
         return self.operation(x, Positions.of(offset))
+
+
+def agree(a: mx.array, b: mx.array, tolerance: float) -> bool:
+    """Whether they differ by at most that share of the largest value."""
+    return bool(mx.abs(a - b).max() <= tolerance * mx.abs(a).max())
+
+
+def with_call_of(ours: type, theirs: type) -> type:
+    """A subclass of a module's own class, so that whoever asks still finds it, that is called as ours is."""
+    return type(theirs.__name__, (ours, theirs), {})
 
 
 def _packed(module: Any) -> Weight:

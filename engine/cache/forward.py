@@ -44,13 +44,6 @@ class GroupContext:
     tables: Paged | None = None  # of a batch
 
     @cached_property
-    def write_slots(self) -> mx.array:
-        """`write` as int32 `[B * L]` in any case."""
-        if isinstance(self.write, slice):
-            return mx.array(np.arange(self.write.start, self.write.stop, dtype=np.int32))
-        return self.write
-
-    @cached_property
     def paged(self) -> Paged:
         """Made when the first layer asks for it, and read by all."""
         if self.tables is not None:
@@ -61,6 +54,16 @@ class GroupContext:
             mx.array([self.start + self.length], mx.int32),
             mx.array([first], mx.int32) if first else None,
         )
+
+    @cached_property
+    def in_place(self) -> tuple[mx.array, mx.array, mx.array, mx.array]:
+        """See PagedKVCache.in_place. Made when the first layer asks for it, and read by all."""
+        paged = self.paged
+        lengths = paged.lengths if paged.starts is None else paged.lengths - paged.starts
+        if not isinstance(self.write, slice):
+            return self.write, paged.block_tables, lengths, paged.lengths - self.write.size // len(paged.lengths)
+        slots = mx.array(np.arange(self.write.start, self.write.stop, dtype=np.int32))
+        return slots, paged.block_tables, lengths, paged.lengths - slots.size
 
 
 @dataclass(frozen=True, slots=True)

@@ -104,6 +104,13 @@ class PagedKVCache(_BaseCache):  # type: ignore[misc]
         return keys, values, self._context.paged
 
     @property
+    def in_place(self) -> tuple[mx.array, ...]:
+        """For a layer that reads and writes the pools by itself: the pools, which stay the arrays that they are, the
+        token slots it writes `[B * L]`, block tables `[B, num_blocks]`, lengths `[B]` counted from each table's first
+        slot, and the position of each row's first new token `[B]`."""
+        return (*self.pools, *self._context.in_place)
+
+    @property
     def reads_slice(self) -> bool:
         """Whether what is read lies in one piece, so that it costs nothing to hand it out."""
         return isinstance(self._context.read, slice)

@@ -117,8 +117,26 @@ EXPORT void* metalctl_rms_norm(void* weight, float eps) { return new Handle(make
 
 EXPORT void* metalctl_glu(int kind) { return new Handle(make_glu(Gate(kind))); }
 
-EXPORT void* metalctl_rope(int half, const float* inverse_frequencies, int traditional, float scale, int offset) {
-  return new Handle(make_rope(2 * half, traditional != 0, {inverse_frequencies, inverse_frequencies + half}, scale, offset));
+EXPORT void* metalctl_turns(int half, const float* inverse_frequencies, float scale) {
+  return new std::shared_ptr<Turns>(Turns::of({inverse_frequencies, inverse_frequencies + half}, scale));
+}
+
+EXPORT void metalctl_release_turns(void* turns) { delete static_cast<std::shared_ptr<Turns>*>(turns); }
+
+EXPORT void* metalctl_rope(void* turns, int traditional) {
+  return new Handle(make_rope(traditional != 0, *static_cast<std::shared_ptr<Turns>*>(turns)));
+}
+
+// `numbers`: heads, kv_heads, width, window, traditional, gate, block size. Weights and biases of q k v o gate up down; norm weights
+// (None where there is none) and eps before attention, of q, of k, after attention, before the MLP, after it.
+EXPORT void* metalctl_layer(const int* numbers, float scale, float softcap, void* turns, void** weights, void** biases, void** norms,
+                            const float* eps) {
+  LayerParts parts{numbers[0], numbers[1], numbers[2], scale, softcap, numbers[3], numbers[4] != 0, nullptr, Gate(numbers[5]), numbers[6], {}, {}};
+  if (turns) parts.turns = *static_cast<std::shared_ptr<Turns>*>(turns);
+  for (int i = 0; i < 7; i++) parts.linears.push_back({*static_cast<Weight*>(weights[i]), maybe(biases[i])});
+  for (int i = 0; i < 6; i++)
+    parts.norms.push_back(norms[i] == none ? std::nullopt : std::optional(Norm{*array_in(norms[i]), eps[i]}));
+  return new Handle(make_layer(std::move(parts)));
 }
 
 EXPORT void* metalctl_attention(float scale, float softcap, int window, int sinks, int starts) {

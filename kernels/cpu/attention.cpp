@@ -21,6 +21,80 @@ struct Piece {
   float *sums, *top, *total;
 };
 
+int at(const mx::array& a, int b) { return a.data<int32_t>()[b * a.strides(0)]; }
+
+// Which slots the rows can see; one piece, or several for a step of decoding.
+void cut(const PagedQueries& q, int b, int h, int row_from, int row_to, std::vector<Piece>& pieces) {
+  const int group = q.heads / q.kv_heads, start = q.starts ? at(*q.starts, b) : 0, base = at(q.lengths, b) - q.length;
+  const int slots = q.tables.shape(1) * q.block_size;
+  const int lowest = base + row_from / group, highest = base + (row_to - 1) / group;
+  const int last = std::clamp(highest + 1 - start, 0, slots);
+  const int first = q.window ? std::clamp(lowest - q.window + 1 - start, 0, last) : 0;
+  int from = first;
+  do {
+    const int to = q.length > 1 ? last : std::min(last, (from / SPLIT + 1) * SPLIT);
+    pieces.push_back({b, h, row_from, row_to, from, to, nullptr, nullptr, nullptr});
+    from = to;
+  } while (from < last);
+}
+
+void attend(const PagedQueries& q, const Piece& piece) {
+  const PoolView &k = q.keys, &v = q.values;
+  const int rows = piece.row_to - piece.row_from, group = q.heads / q.kv_heads, base = at(q.lengths, piece.batch) - q.length;
+  const float* from[MAX_ROWS];
+  int32_t positions[MAX_ROWS];
+  for (int r = 0; r < rows; r++) {
+    const int l = (piece.row_from + r) / group, head = piece.head * group + (piece.row_from + r) % group;
+    from[r] = q.data + piece.batch * q.strides[0] + head * q.strides[1] + l * q.strides[2];
+    positions[r] = base + l;
+  }
+  Attention a{};
+  a.keys = k.data + piece.head * k.head * int64_t(mx::size_of(k.dtype));
+  a.values = v.data + piece.head * v.head * int64_t(mx::size_of(v.dtype));
+  a.format = format_of(k.dtype);
+  a.k_block = k.block, a.k_token = k.token;
+  a.v_block = v.block, a.v_token = v.token;
+  a.table = q.tables.data<int32_t>() + piece.batch * q.tables.strides(0);
+  a.block_size = q.block_size;
+  a.first_slot = piece.first, a.last_slot = piece.last;
+  a.start = q.starts ? at(*q.starts, piece.batch) : 0;
+  a.window = q.window;
+  a.scale = q.scale, a.softcap = q.softcap;
+  a.rows = rows, a.width = q.width, a.value_width = v.width;
+  a.queries = from;
+  a.positions = positions;
+  a.sums = piece.sums, a.top = piece.top, a.total = piece.total;
+  kernels().attention(a);
+}
+
+// Pieces of the same rows follow each other.
+void join(const PagedQueries& q, const std::vector<Piece>& pieces, float* out) {
+  const int group = q.heads / q.kv_heads, width = q.values.width;
+  for (size_t i = 0; i < pieces.size();) {
+    const Piece& p = pieces[i];
+    size_t end = i + 1;
+    while (end < pieces.size() && pieces[end].batch == p.batch && pieces[end].head == p.head && pieces[end].row_from == p.row_from)
+      end++;
+    for (int r = 0; r < p.row_to - p.row_from; r++) {
+      const int l = (p.row_from + r) / group, head = p.head * group + (p.row_from + r) % group;
+      float top = q.sinks ? q.sinks[head] : p.top[r];
+      for (size_t s = i; s < end; s++) top = std::max(top, pieces[s].top[r]);
+      float total = q.sinks ? std::exp(q.sinks[head] - top) : 0.0f;
+      float* to = out + ((int64_t(p.batch) * q.length + l) * q.heads + head) * width;
+      std::fill(to, to + width, 0.0f);
+      for (size_t s = i; s < end; s++) {
+        const float share = pieces[s].total[r] > 0 ? std::exp(pieces[s].top[r] - top) : 0.0f;
+        total += share * pieces[s].total[r];
+        const float* sums = pieces[s].sums + int64_t(r) * width;
+        for (int d = 0; d < width && share > 0; d++) to[d] += share * sums[d];
+      }
+      const float inverse = total > 0 ? 1 / total : 0.0f;
+      for (int d = 0; d < width; d++) to[d] *= inverse;
+    }
+    i = end;
+  }
+}
+
 // Inputs: queries [B, Hq, L, D], pools [blocks, size, Hkv, D], tables [B, n] int32, lengths [B] int32, then sinks [Hq] in
 // float32 and starts [B] int32 where they are said to be there. Result [B, Hq, L, Dv], token-major in memory.
 class PagedAttention : public Body {
@@ -44,113 +118,23 @@ class PagedAttention : public Body {
   }
 
   void run(Arrays& in, Arrays& out) const override {
-    const auto &q = in[0], &v = in[2];
-    const int batch = q.shape(0), heads = q.shape(1), length = q.shape(2), value_width = v.shape(3);
-    const int kv_heads = in[1].shape(2), group = heads / kv_heads;
+    const auto& q = in[0];
     Scratch scratch;
-    std::vector<Piece> pieces;
-    for (int b = 0; b < batch; b++)
-      for (int h = 0; h < kv_heads; h++)
-        for (int from = 0; from < length * group; from += MAX_ROWS)
-          cut(in, b, h, from, std::min(length * group, from + MAX_ROWS), group, pieces);
-    for (Piece& piece : pieces) {
-      const int rows = piece.row_to - piece.row_from;
-      piece.sums = scratch.take<float>(int64_t(rows) * value_width);
-      piece.top = scratch.take<float>(rows);
-      piece.total = scratch.take<float>(rows);
-    }
-    const float* queries = rows_are_floats(q) ? q.data<float>() : floats(q, scratch);
-    pool().each(int(pieces.size()), [&](int i) { attend(in, queries, group, pieces[i]); });
-    const float* sinks = sinks_ ? in[5].data<float>() : nullptr;
-    join(pieces, group, heads, length, value_width, sinks, out[0].data<float>());
+    const bool own = q.dtype() == mx::float32 && q.strides(-1) == 1;
+    const int64_t heads = q.shape(1), length = q.shape(2), width = q.shape(3);
+    PagedQueries queries{own ? q.data<float>() : floats(q, scratch), {heads * length * width, length * width, width},
+                         q.shape(0), int(heads), in[1].shape(2), int(length), int(width), in[1].shape(1),
+                         view(in[1]), view(in[2]), in[3], in[4]};
+    if (own) queries.strides[0] = q.strides(0), queries.strides[1] = q.strides(1), queries.strides[2] = q.strides(2);
+    if (sinks_) queries.sinks = in[5].data<float>();
+    if (starts_) queries.starts = &in[sinks_ ? 6 : 5];
+    queries.scale = scale_, queries.softcap = softcap_, queries.window = window_;
+    paged_attention(queries, scratch, out[0].data<float>());
   }
 
  private:
-  static bool rows_are_floats(const mx::array& q) { return q.dtype() == mx::float32 && q.strides(-1) == 1; }
-
-  int start_of(const Arrays& in, int b) const {
-    if (!starts_) return 0;
-    const auto& starts = in[sinks_ ? 6 : 5];
-    return starts.data<int32_t>()[b * starts.strides(0)];
-  }
-
-  static int length_of(const Arrays& in, int b) { return in[4].data<int32_t>()[b * in[4].strides(0)]; }
-
-  void cut(const Arrays& in, int b, int h, int row_from, int row_to, int group, std::vector<Piece>& pieces) const {
-    const int length = in[0].shape(2), start = start_of(in, b), base = length_of(in, b) - length;
-    const int slots = in[3].shape(1) * in[1].shape(1);
-    const int lowest = base + row_from / group, highest = base + (row_to - 1) / group;
-    const int last = std::clamp(highest + 1 - start, 0, slots);
-    const int first = window_ ? std::clamp(lowest - window_ + 1 - start, 0, last) : 0;
-    if (length > 1) {
-      pieces.push_back({b, h, row_from, row_to, first, last, nullptr, nullptr, nullptr});
-      return;
-    }
-    int from = first;
-    do {
-      const int to = std::min(last, (from / SPLIT + 1) * SPLIT);
-      pieces.push_back({b, h, row_from, row_to, from, to, nullptr, nullptr, nullptr});
-      from = to;
-    } while (from < last);
-  }
-
-  void attend(const Arrays& in, const float* queries, int group, const Piece& piece) const {
-    const auto &q = in[0], &k = in[1], &v = in[2], &tables = in[3];
-    const int rows = piece.row_to - piece.row_from, length = q.shape(2), base = length_of(in, piece.batch) - length;
-    const bool own = rows_are_floats(q);
-    const int64_t width = q.shape(3), strides[3] = {own ? q.strides(0) : q.shape(1) * length * width,
-                                                    own ? q.strides(1) : length * width, own ? q.strides(2) : width};
-    const float* from[MAX_ROWS];
-    int32_t positions[MAX_ROWS];
-    for (int r = 0; r < rows; r++) {
-      const int l = (piece.row_from + r) / group, head = piece.head * group + (piece.row_from + r) % group;
-      from[r] = queries + piece.batch * strides[0] + head * strides[1] + l * strides[2];
-      positions[r] = base + l;
-    }
-    Attention a{};
-    const int64_t item = k.itemsize();
-    a.keys = k.data<char>() + piece.head * k.strides(2) * item;
-    a.values = v.data<char>() + piece.head * v.strides(2) * int64_t(v.itemsize());
-    a.format = format_of(k.dtype());
-    a.k_block = k.strides(0), a.k_token = k.strides(1);
-    a.v_block = v.strides(0), a.v_token = v.strides(1);
-    a.table = tables.data<int32_t>() + piece.batch * tables.strides(0);
-    a.block_size = k.shape(1);
-    a.first_slot = piece.first, a.last_slot = piece.last;
-    a.start = start_of(in, piece.batch);
-    a.window = window_;
-    a.scale = scale_, a.softcap = softcap_;
-    a.rows = rows, a.width = int(width), a.value_width = v.shape(3);
-    a.queries = from;
-    a.positions = positions;
-    a.sums = piece.sums, a.top = piece.top, a.total = piece.total;
-    kernels().attention(a);
-  }
-
-  // Pieces of the same rows follow each other.
-  static void join(const std::vector<Piece>& pieces, int group, int heads, int length, int width, const float* sinks, float* out) {
-    for (size_t i = 0; i < pieces.size();) {
-      const Piece& p = pieces[i];
-      size_t end = i + 1;
-      while (end < pieces.size() && pieces[end].batch == p.batch && pieces[end].head == p.head && pieces[end].row_from == p.row_from)
-        end++;
-      for (int r = 0; r < p.row_to - p.row_from; r++) {
-        const int l = (p.row_from + r) / group, head = p.head * group + (p.row_from + r) % group;
-        float top = sinks ? sinks[head] : p.top[r];
-        for (size_t s = i; s < end; s++) top = std::max(top, pieces[s].top[r]);
-        float total = sinks ? std::exp(sinks[head] - top) : 0.0f;
-        float* to = out + ((int64_t(p.batch) * length + l) * heads + head) * width;
-        std::fill(to, to + width, 0.0f);
-        for (size_t s = i; s < end; s++) {
-          const float share = pieces[s].total[r] > 0 ? std::exp(pieces[s].top[r] - top) : 0.0f;
-          total += share * pieces[s].total[r];
-          const float* sums = pieces[s].sums + int64_t(r) * width;
-          for (int d = 0; d < width && share > 0; d++) to[d] += share * sums[d];
-        }
-        for (int d = 0; d < width && total > 0; d++) to[d] /= total;
-      }
-      i = end;
-    }
+  static PoolView view(const mx::array& pool) {
+    return {pool.data<char>(), pool.dtype(), pool.shape(3), pool.strides(0), pool.strides(1), pool.strides(2)};
   }
 
   float scale_, softcap_;
@@ -159,6 +143,22 @@ class PagedAttention : public Body {
 };
 
 }  // namespace
+
+void paged_attention(const PagedQueries& q, Scratch& scratch, float* out) {
+  const int rows = q.length * (q.heads / q.kv_heads), width = q.values.width;
+  std::vector<Piece> pieces;
+  for (int b = 0; b < q.batch; b++)
+    for (int h = 0; h < q.kv_heads; h++)
+      for (int from = 0; from < rows; from += MAX_ROWS) cut(q, b, h, from, std::min(rows, from + MAX_ROWS), pieces);
+  for (Piece& piece : pieces) {
+    const int some = piece.row_to - piece.row_from;
+    piece.sums = scratch.take<float>(int64_t(some) * width);
+    piece.top = scratch.take<float>(some);
+    piece.total = scratch.take<float>(some);
+  }
+  pool().each(int(pieces.size()), [&](int i) { attend(q, pieces[i]); });
+  join(q, pieces, out);
+}
 
 std::shared_ptr<Body> make_attention(float scale, float softcap, int window, bool sinks, bool starts) {
   return std::make_shared<PagedAttention>(scale, softcap, window, sinks, starts);

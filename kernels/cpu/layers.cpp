@@ -72,59 +72,10 @@ class Glu : public Body {
   Gate kind_;
 };
 
-// Cosines and sines of whole positions, shared by all layers that turn alike.
-class Turns {
- public:
-  struct Table {
-    int positions;
-    std::vector<float> cosine, sine;  // [positions, half]
-  };
-
-  Turns(std::vector<float> inverse_frequencies, float scale) : inverse_(std::move(inverse_frequencies)), scale_(scale) {}
-
-  std::shared_ptr<const Table> up_to(int position) {
-    std::lock_guard lock(mutex_);
-    if (!table_ || table_->positions <= position) table_ = made(std::max(256, 2 * position));
-    return table_;
-  }
-
-  static std::shared_ptr<Turns> of(const std::vector<float>& inverse_frequencies, float scale) {
-    static std::mutex mutex;
-    static auto* known = new std::map<std::pair<std::vector<float>, float>, std::shared_ptr<Turns>>;
-    std::lock_guard lock(mutex);
-    auto& turns = (*known)[{inverse_frequencies, scale}];
-    if (!turns) turns = std::make_shared<Turns>(inverse_frequencies, scale);
-    return turns;
-  }
-
- private:
-  std::shared_ptr<const Table> made(int positions) const {
-    auto table = std::make_shared<Table>();
-    const size_t half = inverse_.size();
-    table->positions = positions;
-    table->cosine.resize(positions * half);
-    table->sine.resize(positions * half);
-    for (int p = 0; p < positions; p++)
-      for (size_t i = 0; i < half; i++) {
-        const float angle = float(p) * scale_ * inverse_[i];
-        table->cosine[p * half + i] = std::cos(angle);
-        table->sine[p * half + i] = std::sin(angle);
-      }
-    return table;
-  }
-
-  std::vector<float> inverse_;
-  float scale_;
-  std::mutex mutex_;
-  std::shared_ptr<const Table> table_;
-};
-
-// x [B, ..., L, D]; positions start at `offset`, or at the second input's int32 value, or values a row [B].
+// x [B, ..., L, D] from the position that the second input says: int32, one value or one a row [B].
 class Rope : public Body {
  public:
-  Rope(int width, bool traditional, const std::vector<float>& inverse_frequencies, float scale, int offset)
-      : width_(width), traditional_(traditional), half_(int(inverse_frequencies.size())),
-        turns_(Turns::of(inverse_frequencies, scale)), offset_(offset) {}
+  Rope(bool traditional, std::shared_ptr<Turns> turns) : traditional_(traditional), half_(turns->half()), turns_(std::move(turns)) {}
 
   std::vector<mx::Shape> shapes(const Arrays& in) const override {
     if (in[0].ndim() < 3 || in[0].shape(-1) < 2 * half_) throw std::invalid_argument("rope takes [B, ..., L, D]");
@@ -146,8 +97,7 @@ class Rope : public Body {
     float* to = out[0].data<float>();
     const int dims = int(x.ndim()), length = x.shape(-2), width = x.shape(-1);
     const int64_t rows = x.size() / width, inner = rows / x.shape(0);
-    const int32_t* starts = in.size() > 1 ? in[1].data<int32_t>() : nullptr;
-    auto start = [&](int64_t b) { return starts ? starts[in[1].size() > 1 ? b * in[1].strides(0) : 0] : offset_; };
+    auto start = [&](int64_t b) { return in[1].data<int32_t>()[in[1].size() > 1 ? b * in[1].strides(0) : 0]; };
     int last = 0;
     for (int b = 0; b < x.shape(0); b++) last = std::max(last, start(b) + length);
     const auto table = turns_->up_to(last);
@@ -169,19 +119,49 @@ class Rope : public Body {
     return x.dtype() == mx::float32 && x.flags().contiguous && x.data_size() == x.size() && x.strides(-1) == 1;
   }
 
-  int width_;
   bool traditional_;
   int half_;
   std::shared_ptr<Turns> turns_;
-  int offset_;
 };
 
 }  // namespace
 
 std::shared_ptr<Body> make_rms_norm(Norm norm) { return std::make_shared<RmsNorm>(std::move(norm)); }
 std::shared_ptr<Body> make_glu(Gate kind) { return std::make_shared<Glu>(kind); }
-std::shared_ptr<Body> make_rope(int width, bool traditional, std::vector<float> inverse_frequencies, float scale, int offset) {
-  return std::make_shared<Rope>(width, traditional, inverse_frequencies, scale, offset);
+std::shared_ptr<Body> make_rope(bool traditional, std::shared_ptr<Turns> turns) {
+  return std::make_shared<Rope>(traditional, std::move(turns));
+}
+
+Turns::Turns(std::vector<float> inverse_frequencies, float scale) : inverse_(std::move(inverse_frequencies)), scale_(scale) {}
+
+std::shared_ptr<const Turns::Table> Turns::up_to(int position) {
+  std::lock_guard lock(mutex_);
+  if (!table_ || table_->positions <= position) table_ = made(std::max(256, 2 * position));
+  return table_;
+}
+
+std::shared_ptr<Turns> Turns::of(const std::vector<float>& inverse_frequencies, float scale) {
+  static std::mutex mutex;
+  static auto* known = new std::map<std::pair<std::vector<float>, float>, std::shared_ptr<Turns>>;
+  std::lock_guard lock(mutex);
+  auto& turns = (*known)[{inverse_frequencies, scale}];
+  if (!turns) turns = std::make_shared<Turns>(inverse_frequencies, scale);
+  return turns;
+}
+
+std::shared_ptr<const Turns::Table> Turns::made(int positions) const {
+  auto table = std::make_shared<Table>();
+  const size_t half = inverse_.size();
+  table->positions = positions;
+  table->cosine.resize(positions * half);
+  table->sine.resize(positions * half);
+  for (int p = 0; p < positions; p++)
+    for (size_t i = 0; i < half; i++) {
+      const float angle = float(p) * scale_ * inverse_[i];
+      table->cosine[p * half + i] = std::cos(angle);
+      table->sine[p * half + i] = std::sin(angle);
+    }
+  return table;
 }
 
 }  // namespace metalctl

@@ -1,7 +1,7 @@
 """The compiled library: loading it, and its functions on MLX arrays.
 
-An operation is made once, with its weights, and then called: each call adds one node to MLX's lazy graph. Inputs may have
-any strides and be float16, bfloat16 or float32; results are float32.
+An operation is made once, with its weights, and then called: each call adds one node to MLX's lazy graph. Inputs may
+have any strides and be float16, bfloat16 or float32; results are float32.
 """
 
 import ctypes
@@ -56,7 +56,10 @@ _SIGNATURES = {
     "embedding": (_pointer, [_pointer]),
     "rms_norm": (_pointer, [_objects, ctypes.c_float]),
     "glu": (_pointer, [ctypes.c_int]),
-    "rope": (_pointer, [ctypes.c_int, _pointer, ctypes.c_int, ctypes.c_float, ctypes.c_int]),
+    "turns": (_pointer, [ctypes.c_int, _pointer, ctypes.c_float]),
+    "release_turns": (None, [_pointer]),
+    "rope": (_pointer, [_pointer, ctypes.c_int]),
+    "layer": (_pointer, [_pointer, ctypes.c_float, ctypes.c_float, *[_pointer] * 5]),
     "attention": (_pointer, [ctypes.c_float, ctypes.c_float, ctypes.c_int, ctypes.c_int, ctypes.c_int]),
     "release": (None, [_pointer]),
     "apply": (ctypes.c_bool, [_pointer, *[_objects] * 5]),
@@ -252,14 +255,65 @@ def glu(kind: Gate) -> Operation:
     return Operation(_get().metalctl_glu(int(kind)))
 
 
-def rope(inverse_frequencies: Sequence[float], traditional: bool, scale: float, offset: int = 0) -> Operation:
-    """x `[B, ..., L, D]` turned by `(offset + l) * scale * inverse_frequencies`; a second input, int32 scalar or `[B]`,
-    takes the place of `offset`."""
-    count = len(inverse_frequencies)
-    values = (ctypes.c_float * count)(*inverse_frequencies)
-    return Operation(_get().metalctl_rope(count, values, int(traditional), scale, offset))
+class Turns:
+    """Rotary positions: an angle of `position * scale * inverse_frequencies[i]` for the i-th pair."""
+
+    def __init__(self, inverse_frequencies: Sequence[float], traditional: bool, scale: float):
+        count = len(inverse_frequencies)
+        values = (ctypes.c_float * count)(*inverse_frequencies)
+        self.traditional = traditional
+        self._release = _get().metalctl_release_turns
+        self.handle = _get().metalctl_turns(count, values, scale)
+
+    def __del__(self) -> None:
+        self._release(self.handle)
+
+
+def rope(turns: Turns) -> Operation:
+    """x `[B, ..., L, D]` turned from a position on that the second input says: int32, a scalar or `[B]`."""
+    return Operation(_get().metalctl_rope(turns.handle, int(turns.traditional)))
 
 
 def attention(scale: float, softcap: float | None, window: int | None, sinks: bool, starts: bool) -> Operation:
     """The body of `metalctl.kernels.paged_attention`: inputs in its order, then sinks (float32) and starts."""
     return Operation(_get().metalctl_attention(scale, softcap or 0.0, window or 0, int(sinks), int(starts)))
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """A decoder layer.
+
+    `linears`: weights and biases of q, k, v, o, gate, up, down. `norms`: (weight, eps), or None, before attention, of
+    each head of q, of k, after attention, before the MLP, after it. With `gate` NONE it ends after attention.
+    """
+
+    heads: int
+    kv_heads: int
+    width: int
+    scale: float
+    turns: Turns | None
+    gate: Gate
+    linears: Sequence[tuple[Weight, mx.array | None]]
+    norms: Sequence[tuple[mx.array, float] | None]
+
+
+def decoder_layer(layer: Layer, window: int | None, block_size: int) -> Operation:
+    """x after the layer, of x `[B, L, hidden]`, the pools of keys and values `[blocks * block_size, Hkv, D]`, and int32
+    slots `[B * L]`, tables `[B, n]`, lengths `[B]` and first positions `[B]`.
+
+    Writes keys and values into the pools' slots in place, which only the owner of the pools may ask for.
+    """
+    turns = layer.turns
+    traditional = turns is not None and turns.traditional
+    numbers = (layer.heads, layer.kv_heads, layer.width, window or 0, int(traditional))
+    handle = _get().metalctl_layer(
+        (ctypes.c_int * 7)(*numbers, int(layer.gate), block_size),
+        layer.scale,
+        0.0,
+        turns.handle if turns else None,
+        (_pointer * 7)(*(weight.handle for weight, _ in layer.linears)),
+        (_objects * 7)(*(bias for _, bias in layer.linears)),
+        (_objects * 6)(*(norm and norm[0] for norm in layer.norms)),
+        (ctypes.c_float * 6)(*(norm[1] if norm else 0.0 for norm in layer.norms)),
+    )
+    return Operation(handle)

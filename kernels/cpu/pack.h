@@ -28,6 +28,31 @@ inline float bfloat_to_float(uint16_t b) {
   return f;
 }
 
+// To the nearest, ties to even.
+inline uint16_t float_to_half(float value) {
+  uint32_t bits;
+  std::memcpy(&bits, &value, 4);
+  const uint16_t sign = bits >> 16 & 0x8000;
+  bits &= 0x7fffffff;
+  if (bits > 0x7f800000) return sign | 0x7e00;
+  if (bits >= 0x477ff000) return sign | 0x7c00;  // 65520 and more round to infinity
+  if (bits < 0x38800000) {                       // below 2^-14: 0.5 has the precision that is left
+    float shifted;
+    std::memcpy(&shifted, &bits, 4);
+    shifted += 0.5f;
+    std::memcpy(&bits, &shifted, 4);
+    return sign | uint16_t(bits - 0x3f000000);
+  }
+  return sign | uint16_t((bits - 0x38000000 + 0xfff + (bits >> 13 & 1)) >> 13);
+}
+
+inline uint16_t float_to_bfloat(float value) {
+  uint32_t bits;
+  std::memcpy(&bits, &value, 4);
+  if ((bits & 0x7fffffff) > 0x7f800000) return uint16_t(bits >> 16 | 0x40);
+  return uint16_t((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
+}
+
 // Value i of a row of codes: MLX writes them one after the other, from the lowest bit of the first byte up.
 inline int mlx_code(const uint8_t* row, int bits, int64_t i) {
   const int64_t at = i * bits;

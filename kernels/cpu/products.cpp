@@ -10,51 +10,17 @@ namespace {
 
 constexpr int ROW_BLOCK = 64;  // rows of x that one piece of work multiplies
 
-// Rows of x in each form that a product's weights ask for; made once, read by all of them.
-class Rows {
- public:
-  Rows(const float* x, int rows, int k, const Norm* norm, Scratch& scratch) : x_(x), rows_(rows), k_(k), scratch_(scratch) {
-    if (!norm) return;
-    float* normed = scratch.take<float>(int64_t(rows) * k);
-    const float* weight = norm->weight.data<float>();
-    each([&](int r) { kernels().rms_norm(x + int64_t(r) * k, weight, norm->eps, normed + int64_t(r) * k, k); });
-    x_ = normed;
+template <class Work>
+void each_row(int rows, const Work& work) {
+  constexpr int SOME = 8;
+  if (rows < SOME) {
+    for (int r = 0; r < rows; r++) work(r);
+    return;
   }
-
-  void serve(Product& p) {
-    if (is_quantized(p.weight.format)) p.q = quantized(p.weight.group);
-    else p.x = x_;
-  }
-
- private:
-  Quantized quantized(int group) {
-    auto found = forms_.find(group);
-    if (found != forms_.end()) return found->second;
-    const int64_t groups = k_ / group;
-    Quantized q{scratch_.take<int8_t>(int64_t(rows_) * k_), scratch_.take<float>(rows_ * groups), scratch_.take<float>(rows_ * groups)};
-    each([&](int r) {
-      kernels().quantize(x_ + int64_t(r) * k_, k_, group, q.codes + int64_t(r) * k_, q.scales + r * groups, q.sums + r * groups);
-    });
-    return forms_[group] = q;
-  }
-
-  template <class Work>
-  void each(const Work& work) {
-    if (rows_ < 8) {
-      for (int r = 0; r < rows_; r++) work(r);
-      return;
-    }
-    constexpr int SOME = 8;
-    pool().each((rows_ + SOME - 1) / SOME, [&](int i) {
-      for (int r = i * SOME; r < std::min(rows_, (i + 1) * SOME); r++) work(r);
-    });
-  }
-
-  const float* x_;
-  int rows_, k_;
-  Scratch& scratch_;
-  std::map<int, Quantized> forms_;
-};
+  pool().each((rows + SOME - 1) / SOME, [&](int i) {
+    for (int r = i * SOME; r < std::min(rows, (i + 1) * SOME); r++) work(r);
+  });
+}
 
 struct Piece {
   const Product* product;
@@ -70,19 +36,17 @@ void cut(const Product& p, int rows, std::vector<Piece>& pieces) {
       pieces.push_back({&p, tile, std::min(tiles, tile + some), row, std::min(rows, row + ROW_BLOCK)});
 }
 
-void multiply(const std::vector<Piece>& pieces) {
+void run_all(const std::vector<Piece>& pieces) {
   pool().each(int(pieces.size()), [&](int i) {
     const Piece& piece = pieces[i];
     kernels().product(*piece.product, piece.tile_from, piece.tile_to, piece.row_from, piece.row_to);
   });
 }
 
-const float* data_or_null(const std::optional<mx::array>& a) { return a ? a->data<float>() : nullptr; }
-
 // Without a gate: one result for each weight. With one: two weights, one result. A second input is added to it.
-class Linear : public Body {
+class LinearBody : public Body {
  public:
-  Linear(std::vector<Weight> weights, std::vector<std::optional<mx::array>> biases, Gate gate, std::optional<Norm> norm)
+  LinearBody(std::vector<Weight> weights, std::vector<std::optional<mx::array>> biases, Gate gate, std::optional<Norm> norm)
       : weights_(std::move(weights)), biases_(std::move(biases)), gate_(gate), norm_(std::move(norm)) {}
 
   std::vector<mx::Shape> shapes(const Arrays& in) const override {
@@ -101,22 +65,16 @@ class Linear : public Body {
     const int k = weights_[0].layout.k, rows = int(in[0].size() / k);
     Scratch scratch;
     Rows x(floats(in[0], scratch), rows, k, norm_ ? &*norm_ : nullptr, scratch);
-    std::vector<Product> products(results());
+    std::vector<Product> products;
     const Pack up = weights_.back().pack();
-    std::vector<Piece> pieces;
     for (size_t i = 0; i < results(); i++) {
-      Product& p = products[i];
-      p.weight = weights_[i].pack();
+      Product p = Linear{weights_[i], biases_[i]}.product(x, out[i].data<float>());
       p.gate = gate_;
       if (gate_ != Gate::none) p.up = &up;
-      p.bias = data_or_null(biases_[i]);
       p.residual = in.size() > 1 ? floats(in[1], scratch) : nullptr;
-      p.y = out[i].data<float>();
-      p.y_stride = p.weight.n;
-      x.serve(p);
-      cut(p, rows, pieces);
+      products.push_back(p);
     }
-    multiply(pieces);
+    multiply(products, rows);
   }
 
  private:
@@ -167,7 +125,7 @@ class Experts : public Body {
       rows.serve(p);
       cut(p, rows_here, pieces);
     }
-    multiply(pieces);
+    run_all(pieces);
   }
 
  private:
@@ -260,9 +218,49 @@ class Embedding : public Body {
 
 }  // namespace
 
+Rows::Rows(const float* x, int rows, int k, const Norm* norm, Scratch& scratch) : x_(x), rows_(rows), k_(k), scratch_(scratch) {
+  if (!norm) return;
+  float* normed = scratch.take<float>(int64_t(rows) * k);
+  const float* weight = norm->weight.data<float>();
+  each_row(rows, [&](int r) { kernels().rms_norm(x + int64_t(r) * k, weight, norm->eps, normed + int64_t(r) * k, k); });
+  x_ = normed;
+}
+
+void Rows::serve(Product& p) {
+  if (is_quantized(p.weight.format)) p.q = quantized(p.weight.group);
+  else p.x = x_;
+}
+
+Quantized Rows::quantized(int group) {
+  auto found = forms_.find(group);
+  if (found != forms_.end()) return found->second;
+  const int64_t groups = k_ / group;
+  Quantized q{scratch_.take<int8_t>(int64_t(rows_) * k_), scratch_.take<float>(rows_ * groups), scratch_.take<float>(rows_ * groups)};
+  each_row(rows_, [&](int r) {
+    kernels().quantize(x_ + int64_t(r) * k_, k_, group, q.codes + int64_t(r) * k_, q.scales + r * groups, q.sums + r * groups);
+  });
+  return forms_[group] = q;
+}
+
+Product Linear::product(Rows& x, float* y) const {
+  Product p;
+  p.weight = weight.pack();
+  p.bias = bias ? bias->data<float>() : nullptr;
+  p.y = y;
+  p.y_stride = p.weight.n;
+  x.serve(p);
+  return p;
+}
+
+void multiply(const std::vector<Product>& products, int rows) {
+  std::vector<Piece> pieces;
+  for (const Product& p : products) cut(p, rows, pieces);
+  run_all(pieces);
+}
+
 std::shared_ptr<Body> make_linear(std::vector<Weight> weights, std::vector<std::optional<mx::array>> biases, Gate gate,
                                   std::optional<Norm> norm) {
-  return std::make_shared<Linear>(std::move(weights), std::move(biases), gate, std::move(norm));
+  return std::make_shared<LinearBody>(std::move(weights), std::move(biases), gate, std::move(norm));
 }
 
 std::shared_ptr<Body> make_experts(std::vector<Weight> weights, std::vector<std::optional<mx::array>> biases, Gate gate) {
