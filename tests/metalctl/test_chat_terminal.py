@@ -64,6 +64,7 @@ def test_keys_typed_during_an_answer_wait_for_the_next_prompt() -> None:
         terminal.expect("typed ahead")
         terminal.type("\r")
         terminal.expect("Second answer")
+        terminal.expect(">>> ")
     assert load(last_conversation()).messages[2].content == "typed ahead"
 
 

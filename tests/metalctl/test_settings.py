@@ -122,7 +122,6 @@ def test_a_checkpoint_that_asks_for_no_sampling_is_greedy() -> None:
     )
 
 
-@pytest.mark.parametrize("off", [{"top_k": -1}, {"top_p": 0}, {"repetition_penalty": 0}])
 def test_the_starter_is_greedy_unless_its_file_says_otherwise() -> None:
     def defaults(reference: str, own: dict[str, float]) -> SamplingParams:
         checkpoint = Checkpoint(reference, "gguf", Path("m.gguf"), ())
@@ -134,6 +133,7 @@ def test_the_starter_is_greedy_unless_its_file_says_otherwise() -> None:
     assert defaults("owner/name", {}) == SamplingParams(**BUILT_IN)
 
 
+@pytest.mark.parametrize("off", [{"top_k": -1}, {"top_p": 0}, {"repetition_penalty": 0}])
 def test_other_spellings_of_off_are_understood(off: dict[str, float]) -> None:
     assert recommended({"temperature": 1.0, **off}) == SamplingParams()
 
