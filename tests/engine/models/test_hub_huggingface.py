@@ -167,6 +167,9 @@ def test_the_first_failure_stops_the_other_files(hub: Hub, hf: HuggingFace, hear
 def test_a_full_disk_is_told_and_the_rest_kept(
     hub: Hub, hf: HuggingFace, heard: Heard, files: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    del hub.repositories["o/gguf"]
+    hub.repository("o/gguf").commit({FILE: files[FILE]})
+
     def full(_: int) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
