@@ -304,7 +304,7 @@ def _unigram(header: Header, vocabulary: _Vocabulary, kind: _Kind) -> Backend:
     unknown = _special_ids(header, kind, len(vocabulary.tokens)).get("unknown")
     has_bytes = TokenType.BYTE in vocabulary.types
     scores = list(vocabulary.scores)
-    for index in vocabulary.of_type(TokenType.CONTROL):
+    for index in vocabulary.of_type(TokenType.CONTROL, TokenType.UNKNOWN):
         scores[index] = min(vocabulary.scores) - OUT_OF_REACH
     model = Unigram(list(zip(vocabulary.tokens, scores, strict=True)), unknown, has_bytes)
     backend = Backend(model)
