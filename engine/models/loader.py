@@ -2,14 +2,17 @@
 
 import hashlib
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 
+from metalctl.engine.acceleration import accelerate
 from metalctl.engine.errors import CheckpointError, UnsupportedModelError
 from metalctl.engine.models.checkpoint import Checkpoint, LoadedModel
 from metalctl.engine.models.gguf.architectures import architecture
+from metalctl.engine.models.gguf.mapping import Architecture
 from metalctl.engine.models.gguf.parts import merge_headers, read_headers
 from metalctl.engine.models.gguf.quants import Precision
 from metalctl.engine.models.gguf.reader import Header
@@ -39,8 +42,10 @@ def load(
     UnsupportedModelError for what cannot be run, before anything large is allocated.
     """
     if checkpoint.format == "gguf":
-        return _load_gguf(checkpoint, dtype, precision)
-    return _load_folder(checkpoint, trust_remote_code)
+        loaded = _load_gguf(checkpoint, dtype, precision)
+    else:
+        loaded = _load_folder(checkpoint, trust_remote_code)
+    return replace(loaded, notes=(*loaded.notes, *accelerate(loaded.model)))
 
 
 def _load_gguf(checkpoint: Checkpoint, dtype: mx.Dtype | None, precision: Precision) -> LoadedModel:
@@ -49,7 +54,8 @@ def _load_gguf(checkpoint: Checkpoint, dtype: mx.Dtype | None, precision: Precis
     paths = list(checkpoint.files)
     headers = read_headers(paths)
     header = merge_headers(headers)
-    dtype = dtype or _natural_dtype(header)
+    row = architecture(header)
+    dtype = dtype or _natural_dtype(row)
     tokenizer, notes = build_tokenizer(header)
     model = build_model(header, list(zip(paths, headers, strict=True)), dtype, precision)
     return LoadedModel(
@@ -63,11 +69,11 @@ def _load_gguf(checkpoint: Checkpoint, dtype: mx.Dtype | None, precision: Precis
     )
 
 
-def _natural_dtype(header: Header) -> mx.Dtype:
+def _natural_dtype(row: Architecture) -> mx.Dtype:
     """What the device computes fastest in: float32 on a CPU, elsewhere 16 bits that the model does not overflow."""
     if mx.default_device() == mx.cpu:
         return mx.float32
-    return mx.bfloat16 if architecture(header).wide_range else mx.float16
+    return mx.bfloat16 if row.wide_range else mx.float16
 
 
 def _sampling_defaults(header: Header) -> dict[str, Any]:

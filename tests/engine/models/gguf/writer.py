@@ -131,10 +131,13 @@ def write_gguf(
     metadata: dict[str, Any],
     *,
     kind: Callable[[str, np.ndarray], GGMLQuantizationType] | None = None,
+    values: Callable[[str, np.ndarray], np.ndarray] | None = None,
     extra: dict[str, np.ndarray] | None = None,
     tokenizer: bool = True,
 ) -> Path:
-    """`metadata` without the architecture's prefix. `kind` chooses a tensor's type; float32 without it."""
+    """`metadata` without the architecture's prefix. `kind` chooses a tensor's type; float32 without it. `values`
+    changes a tensor's numbers, `extra` adds tensors or replaces them.
+    """
     writer = gguf.GGUFWriter(path, architecture)
     for key, value in metadata.items():
         add_value(writer, key if key.startswith(("general.", "tokenizer.")) else f"{architecture}.{key}", value)
@@ -151,6 +154,7 @@ def write_gguf(
         tensors[gguf_name(architecture, config["model_type"], config["num_hidden_layers"], name)] = np.stack(rows)
     tensors.update(extra or {})
     for name, value in tensors.items():
+        value = values(name, value) if values else value
         add_tensor(writer, name, value, kind(name, value) if kind else GGMLQuantizationType.F32)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
