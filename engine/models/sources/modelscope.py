@@ -13,7 +13,7 @@ import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from urllib.parse import quote
+from urllib.parse import quote, unquote
 
 from modelscope_hub import HubApi, HubConfig, ProgressCallback
 from modelscope_hub.errors import CacheNotFound
@@ -125,8 +125,8 @@ class ModelScope:
         models: list[CachedModel] = []
         for repository in self.api.scan_cache(self.cache).repos:
             if repository.repo_type == MODEL:
-                for revision in _revisions(Path(repository.local_path)):
-                    models.extend(self._listed(repository.repo_id, Path(repository.local_path), revision))
+                for revision in self._revisions(repository.repo_id):
+                    models.extend(self._listed(repository.repo_id, revision))
         return sorted(models, key=lambda model: str(model.identity))
 
     def remove(self, models: Sequence[CachedModel]) -> int:
@@ -138,7 +138,7 @@ class ModelScope:
                 for file in set(model.files) - kept:
                     freed += file.stat().st_size
                     file.unlink()
-                snapshot = model.path if model.path.is_dir() else _snapshot_of(model.path)
+                snapshot = self._snapshot(model.identity.name, model.revision or MASTER)
                 if not any(_belongs(file, snapshot) for file in kept):
                     freed += _discard(snapshot)
         return freed
@@ -175,8 +175,16 @@ class ModelScope:
             logger.removeHandler(handler)
 
     def _not_cached(self, reference: Reference) -> MetalctlError:
-        folder = self._snapshot(reference.name, "x").parent.parent
-        return not_cached(reference, _revisions(folder))
+        return not_cached(reference, self._revisions(reference.name))
+
+    def _revisions(self, name: str) -> list[str]:
+        """Revisions of which something is here. One with a slash is a folder in a folder, and known by its record."""
+        snapshots = self._snapshot(name, "x").parent
+        recorded = {unquote(path.stem) for path in (self.records / name.replace("/", "--")).glob("*.json")}
+        found = {revision for revision in recorded if _has_entries(snapshots / revision)}
+        outer = {revision.split("/")[0] for revision in found}
+        others = {entry.name for entry in snapshots.iterdir()} if snapshots.is_dir() else set()
+        return sorted(found | {other for other in others - outer if _has_entries(snapshots / other)})
 
     def _snapshot(self, name: str, revision: str) -> Path:
         return self.cache / "models" / name.replace("/", "--") / "snapshots" / revision
@@ -184,8 +192,8 @@ class ModelScope:
     def _record(self, name: str, revision: str) -> "_Record":
         return _Record(self.records / name.replace("/", "--") / f"{quote(revision, safe='')}.json")
 
-    def _listed(self, name: str, repository: Path, revision: str) -> list[CachedModel]:
-        snapshot = repository / "snapshots" / revision
+    def _listed(self, name: str, revision: str) -> list[CachedModel]:
+        snapshot = self._snapshot(name, revision)
         paths = [path.relative_to(snapshot).as_posix() for path in two_levels(snapshot)]
         paths = [path for path in paths if not path.endswith(UNFINISHED)]
         record = self._record(name, revision)
@@ -293,15 +301,8 @@ def _passing(error: BaseException | None) -> bool:
     return all(isinstance(cause, ConnectionError | TimeoutError) for cause in failed.values() or (error,))
 
 
-def _revisions(repository: Path) -> list[str]:
-    snapshots = repository / "snapshots"
-    if not snapshots.is_dir():
-        return []
-    return sorted(entry.name for entry in snapshots.iterdir() if entry.is_dir() and any(entry.iterdir()))
-
-
-def _snapshot_of(file: Path) -> Path:
-    return next(parent for parent in file.parents if parent.parent.name == "snapshots")
+def _has_entries(folder: Path) -> bool:
+    return folder.is_dir() and any(folder.iterdir())
 
 
 def _discard(snapshot: Path) -> int:
