@@ -1,5 +1,6 @@
 """Attention of a batch of queries over keys and values that lie in blocks of a shared pool."""
 
+import math
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, Literal
@@ -146,13 +147,22 @@ class Plan:
 
     device: Literal["metal", "cuda"]
     lanes: int  # neighbouring lanes that hold one key between them
-    key_width: int  # elements of a key in a lane
-    value_width: int
+    width: int  # elements of a key, and of a value, in a lane
     unroll: int  # keys in flight for each group of lanes
     rows: int  # queries that share a load
     tiles: int  # of so many rows
     parts: int  # threadgroups along the context
     tensor: bool  # on tensor cores
+
+    @property
+    def simds_name(self) -> str:
+        return "SIMDS" if self.device == "metal" else "WARPS"
+
+    def template(self) -> list[tuple[str, int]]:
+        sizes = {"ROWS": self.rows, "LONGEST": LONGEST, self.simds_name: SIMDS}
+        if not self.tensor:
+            sizes |= {"LANES": self.lanes, "UNROLL": self.unroll, "KEY_WIDTH": self.width, "VALUE_WIDTH": self.width}
+        return list(sizes.items())
 
 
 def make_plan(
@@ -171,10 +181,10 @@ def make_plan(
     widest = max(key_dim, value_dim)
     if not same or key_dim % 8 or value_dim % 8 or widest > 512:
         return None
-    key_width = 8 if widest <= 8 * SIMD else 16
-    lanes = 1 << (-(-widest // key_width) - 1).bit_length()
+    width = 8 if widest <= 8 * SIMD else 16
+    lanes = 1 << (-(-widest // width) - 1).bit_length()
     tensor = device == "cuda" and key_pool.dtype == queries.dtype != mx.float32 and widest <= TENSOR_WIDEST
-    most_rows = TENSOR_ROWS if tensor else MOST_ROWS[device] * 8 // key_width
+    most_rows = TENSOR_ROWS if tensor else MOST_ROWS[device] * 8 // width
     queries_of_head = heads // kv_heads * length
     tiles = -(-queries_of_head // most_rows)
     if tiles > (MOST_TENSOR_TILES if tensor else MOST_TILES):
@@ -190,9 +200,8 @@ def make_plan(
     return Plan(
         device=device,
         lanes=lanes,
-        key_width=key_width,
-        value_width=key_width,
-        unroll=4 if key_width == 8 and key_pool.dtype.size == 2 else 2,
+        width=width,
+        unroll=4 if width == 8 and key_pool.dtype.size == 2 else 2,
         rows=-(-queries_of_head // tiles),
         tiles=tiles,
         parts=parts,
@@ -244,41 +253,40 @@ def paged(
     batch, heads, length, key_dim = queries.shape
     _, block_size, kv_heads, value_dim = value_pool.shape
     final = plan.parts == 1
-    rows = (batch, heads, length)
-    simds = ("SIMDS" if plan.device == "metal" else "WARPS", SIMDS)
+    parts_dtype = queries.dtype if final else mx.float32
     logits = mx.zeros((1,), dtype=mx.float32) if sinks is None else sinks.astype(mx.float32)
+    arrays = [queries, key_pool, value_pool, block_tables, lengths, lengths if starts is None else starts]
+    output: mx.array
     output, stats = kernel(plan.device, "partials_tensor" if plan.tensor else "partials")(
-        inputs=[
-            *(queries, key_pool, value_pool, block_tables, lengths),
-            *(lengths if starts is None else starts, logits, constants(scale, softcap or 0.0)),
-        ],
+        inputs=[*arrays, logits, constants(scale, softcap or 0.0)],
         template=[
-            *(("T", queries.dtype), ("U", key_pool.dtype), ("OUT", queries.dtype if final else mx.float32)),
+            *(("T", queries.dtype), ("U", key_pool.dtype), ("OUT", parts_dtype), ("FINAL", final)),
             *(("KEY_DIM", key_dim), ("VALUE_DIM", value_dim), ("BLOCK_SIZE", block_size), ("WINDOW", window or 0)),
-            *(("LANES", plan.lanes), ("KEY_WIDTH", plan.key_width), ("VALUE_WIDTH", plan.value_width)),
-            *(("UNROLL", plan.unroll), ("ROWS", plan.rows), ("LONGEST", LONGEST), simds),
             *(("SOFTCAP", softcap is not None), ("SINKS", sinks is not None), ("STARTS", starts is not None)),
-            ("FINAL", final),
+            *plan.template(),
         ],
         grid=(kv_heads * plan.tiles * SIMDS * SIMD, plan.parts, batch),
         threadgroup=(SIMDS * SIMD, 1, 1),
-        output_shapes=[(*rows, plan.parts, value_dim), (*rows, plan.parts, 2)],
-        output_dtypes=[queries.dtype if final else mx.float32, mx.float32],
+        output_shapes=[(batch, heads, length, plan.parts, size) for size in (value_dim, 2)],
+        output_dtypes=[parts_dtype, mx.float32],
     )
     if final:
-        return output.reshape(*rows, value_dim)
-    (merged,) = kernel(plan.device, "merge")(
-        inputs=[output, stats, logits],
-        template=[
-            ("T", queries.dtype),
-            ("VALUE_DIM", value_dim),
-            ("SINKS", sinks is not None),
-            ("MOST_PARTS", MOST_PARTS),
-            simds,
-        ],
-        grid=(batch * heads * length * SIMDS * SIMD, 1, 1),
+        return output.reshape(batch, heads, length, value_dim)
+    return merge(plan, output, stats, logits, queries.dtype, sinks is not None)
+
+
+def merge(
+    plan: Plan, partial: mx.array, stats: mx.array, logits: mx.array, dtype: mx.Dtype, has_sinks: bool
+) -> mx.array:
+    """The output of each row from those of its parts: partial [B, Hq, L, parts, Dv], stats [B, Hq, L, parts, 2]."""
+    *rows, _, value_dim = partial.shape
+    options = [("SINKS", has_sinks), ("MOST_PARTS", MOST_PARTS), (plan.simds_name, SIMDS)]
+    outputs: list[mx.array] = kernel(plan.device, "merge")(
+        inputs=[partial, stats, logits],
+        template=[("T", dtype), ("VALUE_DIM", value_dim), *options],
+        grid=(math.prod(rows) * SIMDS * SIMD, 1, 1),
         threadgroup=(SIMDS * SIMD, 1, 1),
         output_shapes=[(*rows, value_dim)],
-        output_dtypes=[queries.dtype],
+        output_dtypes=[dtype],
     )
-    return merged
+    return outputs[0]
