@@ -8,7 +8,7 @@ from functools import partial
 import mlx.core as mx
 import pytest
 
-from metalctl.kernels import dispatch, paged_attention
+from metalctl.kernels import dispatch, paged_attention, recurrent
 from tests.kernel_emulator import NoCompilerError, cuda_kernel, find_compiler, metal_kernel
 
 
@@ -27,12 +27,17 @@ def emulated(device: str, operation: str) -> Iterator[None]:
     """Inside, `operation` runs its body for `device` ("metal", "cuda") on the emulator."""
     require_compiler()
     builders = {"metal_kernel": metal_kernel, "cuda_kernel": cuda_kernel}
-    paged_attention.kernel.cache_clear()
+    _forget_kernels()
     with pytest.MonkeyPatch.context() as patch, dispatch.forced(operation, device):
         for name, build in builders.items():
             patch.setattr(mx.fast, name, partial(_build, build), raising=False)
         yield
-    paged_attention.kernel.cache_clear()
+    _forget_kernels()
+
+
+def _forget_kernels() -> None:
+    for module in (paged_attention, recurrent):
+        module.kernel.cache_clear()
 
 
 def _build(build, **arguments):  # type: ignore[no-untyped-def]
