@@ -116,10 +116,10 @@ class Keys:
         value = self.header.metadata.get(f"{self.architecture}.{key}")
         if isinstance(value, np.ndarray) and len(value):
             return int(value.max())
-        return self._required(key, self.header.get(f"{self.architecture}.{key}", int, default))
+        return int(self._required(key, self.header.get(f"{self.architecture}.{key}", int, default)))
 
     def number(self, key: str, default: float | None = None) -> float:
-        return self._required(key, self.header.get(f"{self.architecture}.{key}", float, default))
+        return float(self._required(key, self.header.get(f"{self.architecture}.{key}", float, default)))
 
     def flag(self, key: str, default: bool) -> bool:
         return bool(self.header.get(f"{self.architecture}.{key}", bool, default))

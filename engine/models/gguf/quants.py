@@ -211,10 +211,10 @@ def pack(tensor: str, rows: Bytes, kind: GGMLQuantizationType) -> Packed:
 def dequantize(tensor: str, rows: Bytes, kind: GGMLQuantizationType) -> Floats:
     """Rows of blocks, uint8 [..., bytes of a row], as float32 [..., values of a row]."""
     if kind in FLOATS:
-        values = np.ascontiguousarray(rows).view(FLOATS[kind])
-        if kind is Type.BF16:
-            return (values.astype(np.uint32) << 16).view(np.float32)
-        return values.astype(np.float32)
+        stored = np.ascontiguousarray(rows).view(FLOATS[kind])
+        wide = (stored.astype(np.uint32) << 16).view(np.float32) if kind is Type.BF16 else stored
+        values: Floats = wide.astype(np.float32)
+        return values
     block, block_bytes = GGML_QUANT_SIZES[kind]
     blocks = rows.reshape(-1, block_bytes)
     unpacker = getattr(unpack, kind.name.lower(), None)

@@ -5,6 +5,7 @@ package names the types and block sizes; its own reader takes seconds for a larg
 """
 
 import itertools
+import math
 import struct
 from dataclasses import dataclass
 from pathlib import Path
@@ -145,8 +146,9 @@ def read_file_header(path: Path) -> Header:
 def map_tensor(path: Path, info: TensorInfo) -> npt.NDArray[np.uint8]:
     """The tensor's bytes as stored, mapped read-only: uint8, one row of the matrix a row, leading dimensions kept."""
     block, block_bytes = GGML_QUANT_SIZES[info.type]
-    shape = (*info.shape[:-1], info.shape[-1] // block * block_bytes)
-    return np.memmap(path, dtype=np.uint8, mode="r", offset=info.offset, shape=shape)
+    shape: tuple[int, ...] = (*info.shape[:-1], info.shape[-1] // block * block_bytes)
+    mapped: npt.NDArray[np.uint8] = np.memmap(path, dtype=np.uint8, mode="r", offset=info.offset, shape=shape)
+    return mapped
 
 
 class _Stream:
@@ -299,9 +301,8 @@ def _read_value(stream: _Stream, key: str) -> Any:
 def _numbers(stream: _Stream, kind: GGUFValueType, count: int, key: str) -> npt.NDArray[Any]:
     dtype = np.dtype(_SCALARS[kind])
     raw = stream.take(dtype.itemsize * count, f"the value of {key!r}")
-    if dtype == np.bool_:
-        return np.frombuffer(raw, np.uint8) != 0
-    return np.frombuffer(raw, dtype)
+    numbers: npt.NDArray[Any] = np.frombuffer(raw, dtype)
+    return numbers.view(np.uint8) != 0 if dtype == np.bool_ else numbers
 
 
 def _alignment(name: str, metadata: dict[str, Any]) -> int:
@@ -332,14 +333,12 @@ def _read_tensor_info(stream: _Stream) -> TensorInfo:
 
 def _byte_count(file: str, name: str, shape: list[int], kind: GGMLQuantizationType) -> int:
     block, block_bytes = GGML_QUANT_SIZES[kind]
-    count = 1
-    for size in shape:
-        count *= size
+    count = math.prod(shape)
     if not 0 < count < 1 << 62 or shape[-1] % block:
         raise CheckpointError(
             f"{file} is damaged: tensor {name!r} of type {kind.name} cannot have the shape {tuple(shape)}."
         )
-    return count // block * block_bytes
+    return int(count // block * block_bytes)
 
 
 def _place(name: str, info: TensorInfo, data_offset: int, alignment: int) -> TensorInfo:

@@ -14,7 +14,7 @@ from gguf import quants
 
 Bytes = npt.NDArray[np.uint8]
 Integers = npt.NDArray[Any]
-Floats = npt.NDArray[np.float32]
+Floats = npt.NDArray[np.floating[Any]]  # float32
 Unpacked = tuple[Integers, Floats, Floats]
 
 
@@ -172,7 +172,8 @@ def _words(blocks: Bytes, start: int, stop: int, dtype: Any) -> npt.NDArray[Any]
 def _seven_bit_signs(words: npt.NDArray[np.uint32]) -> Bytes:
     """Four sign bytes of each uint32, uint8 [N, 4 * words]."""
     indices = words[:, :, None] >> np.array([0, 7, 14, 21], np.uint32) & np.uint32(127)
-    return _SIGNS[indices].reshape(len(words), -1)
+    signs: Bytes = _SIGNS[indices].reshape(len(words), -1)
+    return signs
 
 
 def iq2_xxs(blocks: Bytes) -> Unpacked:

@@ -124,7 +124,7 @@ def _numbers(header: Header, key: str, count: int, default: float) -> list[Any]:
         return [default] * count
     if len(values) < count:
         raise CheckpointError(f"{header.name}: {key} has {len(values)} entries for {count} tokens.")
-    return values[:count].tolist()
+    return list(values[:count].tolist())
 
 
 def _special_ids(header: Header, kind: _Kind, count: int) -> dict[str, int]:

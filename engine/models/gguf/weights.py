@@ -51,7 +51,7 @@ def build_model(header: Header, parts: list[tuple[Path, Header]], dtype: mx.Dtyp
     plan = _plan(row, keys, config)
     module = _empty_module(config)
     formats = _choose_formats(module, plan, precision)
-    shapes = {name: tuple(array.shape) for name, array in tree_flatten(module.parameters())}
+    shapes = {name: tuple(array.shape) for name, array in dict(tree_flatten(module.parameters())).items()}
     _check_complete(header, shapes, plan)
     nn.quantize(module, class_predicate=lambda path, _: formats[path].parameters if path in formats else False)
     if row.prepare:
