@@ -14,6 +14,8 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from metalctl.server import system
+from metalctl.server.anthropic import messages
+from metalctl.server.anthropic.types import CountRequest, MessagesRequest
 from metalctl.server.errors import ApiError
 from metalctl.server.guard import Guard, GuardOptions, error_response
 from metalctl.server.models import ModelManager
@@ -40,6 +42,8 @@ ENTRIES = (
     Entry("GET", "/v1/models/{name:path}", models.get_model, group="OpenAI"),
     Entry("POST", "/v1/chat/completions", chat.chat_completions, ChatRequest, "OpenAI"),
     Entry("POST", "/v1/completions", completions.completions, CompletionRequest, "OpenAI"),
+    Entry("POST", "/v1/messages", messages.messages, MessagesRequest, "Anthropic"),
+    Entry("POST", "/v1/messages/count_tokens", messages.count_tokens, CountRequest, "Anthropic"),
     Entry("POST", "/tokenize", models.tokenize, models.TokenizeRequest),
     Entry("POST", "/detokenize", models.detokenize, models.DetokenizeRequest),
     Entry("GET", "/health", system.health),

@@ -53,6 +53,7 @@ class ChatTask:
     grammar: str | None = None
     variables: Mapping[str, Any] = field(default_factory=dict)
     effort: str | None = None  # of reasoning; "none" asks for no reasoning
+    effort_is_a_wish: bool = False  # a model without that switch answers all the same
     clamp: bool = False
     continues: bool = False  # the last message is the beginning of the answer
 
@@ -120,6 +121,7 @@ class Chat:
     def __init__(self, model: ServedModel, task: ChatTask, prepared: _Prepared, generation: Generation):
         self.model = model
         self.task = task
+        self.prompt_tokens = len(prepared.token_ids)
         self._generation = generation
         self._parsers = [_parser(model, task, prepared.prompt) for _ in range(task.n)]
         self._pending: list[tuple[TokenLogprobs, ...]] = [()] * task.n
@@ -212,7 +214,7 @@ def prepare(model: ServedModel, task: ChatTask) -> _Prepared:
         messages, given = describe(messages, tools), None
     else:
         given = tools or None
-    variables = {**_effort(model, task.effort), **task.variables, "add_generation_prompt": not task.continues}
+    variables = {**_effort(model, task), **task.variables, "add_generation_prompt": not task.continues}
     try:
         prompt = tokenizer.render_chat_template(messages, tools=given, **variables)
         if task.continues:
@@ -240,12 +242,13 @@ def _params(model: ServedModel, task: ChatTask, prompt_tokens: int) -> SamplingP
 _HARMONY_EFFORTS = {"none": "low", "minimal": "low", "xhigh": "high", "max": "high"}
 
 
-def _effort(model: ServedModel, effort: str | None) -> dict[str, Any]:
+def _effort(model: ServedModel, task: ChatTask) -> dict[str, Any]:
     """The template's variables for an effort of reasoning."""
+    effort = task.effort
     if effort is None:
         return {}
     if not model.format.can_switch_reasoning:
-        if effort == "none":
+        if effort == "none" or task.effort_is_a_wish:
             return {}
         raise bad_request("this model has no switch for its reasoning.", "reasoning_effort", "unsupported")
     reasons = effort != "none"

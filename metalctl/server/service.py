@@ -10,7 +10,7 @@ from starlette.responses import JSONResponse, Response
 
 from metalctl.server.chat import Answer, Chat, ChatTask
 from metalctl.server.models import ModelManager
-from metalctl.server.streaming import EventStream, until_disconnect
+from metalctl.server.streaming import COMMENT, EventStream, until_disconnect
 
 
 @dataclass(frozen=True)
@@ -28,14 +28,18 @@ class Service:
         whole: Callable[[Chat, list[Answer]], dict[str, Any]],
         pieces: Callable[[Chat], AsyncIterator[bytes]] | None,
         keep_alive: float | None = None,
-        **stream: Any,
+        silence: bytes | None = COMMENT,
+        media_type: str = "text/event-stream",
     ) -> Response:
-        """The answer to a chat request: as JSON by `whole`, or while it comes by `pieces`, where that is given."""
+        """The answer to a chat request: as JSON by `whole`, or while it comes by `pieces`, where that is given.
+
+        `keep_alive` is how long the model stays loaded after it, in seconds; `silence` is sent when a stream has none.
+        """
         stack = AsyncExitStack()
         try:
             chat = await until_disconnect(request, Chat.open(self.manager, stack, model, task, keep_alive))
             if pieces is not None:
-                return EventStream(pieces(chat), stack.pop_all().aclose, **stream)
+                return EventStream(pieces(chat), stack.pop_all().aclose, silence, media_type)
             answers = await until_disconnect(request, chat.answers())
             return JSONResponse(whole(chat, answers))
         finally:

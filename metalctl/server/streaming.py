@@ -11,6 +11,7 @@ from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
 KEEP_ALIVE = 10.0  # seconds of silence after which a comment is sent
+COMMENT = b": still here\n\n"
 SEND_TIMEOUT = 60.0  # seconds that a client may take to read what was sent
 
 T = TypeVar("T")
@@ -21,7 +22,7 @@ class ClientGone(Exception):
 
 
 class EventStream(Response):
-    """Sends pieces as they come; `keep_alive` is sent when none comes for a while.
+    """Sends pieces as they come; `silence` is sent when none comes for a while.
 
     When the client goes away the iterator is closed at once. `close` is awaited at the end, whatever happened.
     """
@@ -30,15 +31,14 @@ class EventStream(Response):
         self,
         pieces: AsyncIterator[bytes],
         close: Callable[[], Awaitable[None]],
-        *,
+        silence: bytes | None = COMMENT,
         media_type: str = "text/event-stream",
-        keep_alive: bytes | None = b": still here\n\n",
     ):
         super().__init__(media_type=media_type, headers={"cache-control": "no-cache", "x-accel-buffering": "no"})
         del self.headers["content-length"]
         self._pieces = pieces
         self._close = close
-        self._keep_alive = keep_alive
+        self._silence = silence
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         gone = asyncio.ensure_future(disconnected(receive))
@@ -61,8 +61,8 @@ class EventStream(Response):
                     await asyncio.wait({piece, gone}, timeout=KEEP_ALIVE, return_when=asyncio.FIRST_COMPLETED)
                     if gone.done():
                         raise ClientGone
-                    if not piece.done() and self._keep_alive is not None:
-                        await _send_piece(send, self._keep_alive)
+                    if not piece.done() and self._silence is not None:
+                        await _send_piece(send, self._silence)
             finally:
                 if not piece.done():
                     piece.cancel()

@@ -9,7 +9,6 @@ from pydantic import ConfigDict, Field
 
 from metalctl.server.body import Parameters
 
-Messages = Annotated[list["Message"], Field(min_length=1)]
 StopStrings = Annotated[list[Annotated[str, Field(min_length=1, max_length=1024)]], Field(max_length=64)]
 TokenIds = Annotated[list[Annotated[int, Field(ge=0, lt=2**31)]], Field(max_length=1024)]
 
@@ -133,6 +132,9 @@ class ToolMessage(Parameters):
 
 
 Message = Annotated[SystemMessage | UserMessage | AssistantMessage | ToolMessage, Field(discriminator="role")]
+
+
+Messages = Annotated[list[Message], Field(min_length=1)]
 
 
 class FunctionDefinition(Parameters):
