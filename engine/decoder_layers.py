@@ -31,7 +31,7 @@ class DecoderLayer(nn.Module):
     """A layer that is one operation where it is handed a paged cache, and what it was otherwise."""
 
     layer: Layer
-    operations: dict[int | None, Operation]  # by window; the block size never changes
+    operations: dict[tuple[int | None, int], Operation]  # by window and block size
 
     def __call__(self, x: mx.array, mask: Any = None, cache: Any = None) -> mx.array:
         window = cache.window_of(mask) if isinstance(cache, PagedKVCache) and x.dtype == mx.float32 else None
@@ -40,9 +40,10 @@ class DecoderLayer(nn.Module):
         return self.operation(window[0], cache.block_size).of(x, *cache.in_place)
 
     def operation(self, window: int | None, block_size: int) -> Operation:
-        if window not in self.operations:
-            self.operations[window] = library.decoder_layer(self.layer, window, block_size)
-        return self.operations[window]
+        key = (window, block_size)
+        if key not in self.operations:
+            self.operations[key] = library.decoder_layer(self.layer, window, block_size)
+        return self.operations[key]
 
 
 def fuse(module: Any) -> bool:
@@ -96,15 +97,13 @@ def _turns(rope: Any) -> Turns | None:
 def _norms(parts: dict[str, Any], inner: dict[str, Any]) -> list[Norm]:
     """Before attention, of q, of k, after attention, before the MLP, after it."""
     sandwich = "pre_feedforward_layernorm" in parts
-    names = (
-        ("post_attention_layernorm", "pre_feedforward_layernorm") if sandwich else (None, "post_attention_layernorm")
-    )
+    after, before = "post_attention_layernorm", "pre_feedforward_layernorm"
     order = (
         parts["input_layernorm"],
         inner.get("q_norm"),
         inner.get("k_norm"),
-        parts.get(names[0]),  # type: ignore[arg-type]
-        parts[names[1]],
+        parts[after] if sandwich else None,
+        parts[before if sandwich else after],
         parts.get("post_feedforward_layernorm"),
     )
     return [None if norm is None else (norm.native_weight, norm.eps) for norm in order]

@@ -4,6 +4,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from metalctl.app import Invocation
@@ -40,7 +41,7 @@ def running_engine(
     began = time.perf_counter()
     loaded: list[LoadedModel] = []
     with _busy(output, f"loading {checkpoint.reference}, {human_bytes(checkpoint.size)}"):
-        thread = _start(_loader(checkpoint, config, trust_remote_code, loaded), output)
+        thread = _start(_loader(checkpoint, config, trust_remote_code, loaded, invocation), output)
     try:
         for note in loaded[0].notes:
             output.detail(note)
@@ -83,18 +84,31 @@ def _start(load: "Callable[[], LLMEngine]", output: Output) -> "EngineThread":
 
 
 def _loader(
-    checkpoint: "Checkpoint", config: EngineConfig, trust_remote_code: bool, loaded: "list[LoadedModel]"
+    checkpoint: "Checkpoint",
+    config: EngineConfig,
+    trust_remote_code: bool,
+    loaded: "list[LoadedModel]",
+    invocation: Invocation,
 ) -> "Callable[[], LLMEngine]":
     """What the engine's thread does first. Leaves the model in `loaded`, for what is known of it besides the engine."""
 
     def load() -> "LLMEngine":
+        from metalctl.engine import acceleration
         from metalctl.engine.llm_engine import LLMEngine
         from metalctl.engine.models.loader import load as load_model
 
+        acceleration.prepare(kernel_cache(invocation.settings.cache), invocation.output.note)
         loaded.append(load_model(checkpoint, trust_remote_code=trust_remote_code))
         return LLMEngine(loaded[0], config)
 
     return load
+
+
+def kernel_cache(cache: Path | None) -> Path:
+    """Where compiled kernels are kept: below the program's cache folder."""
+    import platformdirs
+
+    return (cache or Path(platformdirs.user_cache_dir("metalctl", appauthor=False))) / "kernels"
 
 
 def _busy(output: Output, message: str) -> AbstractContextManager[object]:
