@@ -19,3 +19,4 @@ class EngineConfig:
     gpu_memory_utilization: float = 0.9  # share of the device's working set that weights and cache may take
     kv_cache_bytes: int | None = None  # an explicit budget for KV blocks and recurrent states, instead of that share
     prefix_cache: PrefixCacheMode = "on"
+    compile_decode: bool | None = None  # the decode step as one compiled function; None: on a GPU

@@ -97,7 +97,8 @@ class LLMEngine:
             max_model_len=self.max_model_len,
             cut_at_prompt_end=layout.has_states and config.prefix_cache == "on",
         )
-        self.runner = ModelRunner(loaded.model, layout, self.blocks, Sampler(loaded.tokenizer.eos_token_ids))
+        sampler = Sampler(loaded.tokenizer.eos_token_ids)
+        self.runner = ModelRunner(loaded.model, layout, self.blocks, sampler, config.compile_decode)
         self._sequences: dict[str, Sequence] = {}
         self._texts: dict[str, TextStream] = {}
         self._launched: _Launched | None = None

@@ -12,10 +12,12 @@ from metalctl.engine.cache.block_manager import BlockManager
 from metalctl.engine.cache.cache_set import CacheSet
 from metalctl.engine.cache.forward import Forward
 from metalctl.engine.cache.layout import CacheLayout
+from metalctl.engine.compiled_decode import CompiledDecode
 from metalctl.engine.last_rows import LastRows
 from metalctl.engine.sampler import Logprobs, Sampled, Sampler, logprobs
 from metalctl.engine.scheduler import SchedulerOutput
 from metalctl.engine.sequence import PENDING, Sequence
+from metalctl.kernels import dispatch
 
 
 @dataclass(slots=True)
@@ -38,7 +40,14 @@ class ModelRunner:
     `launch` does not wait: a step is built on the tokens of the one before while those are still being computed.
     """
 
-    def __init__(self, model: nn.Module, layout: CacheLayout, blocks: BlockManager, sampler: Sampler):
+    def __init__(
+        self,
+        model: nn.Module,
+        layout: CacheLayout,
+        blocks: BlockManager,
+        sampler: Sampler,
+        compile_decode: bool | None = None,
+    ):
         self.model = model
         self.blocks = blocks
         self.sampler = sampler
@@ -46,6 +55,8 @@ class ModelRunner:
         self.decodes_as_batch = decodes_as_batch(model, layout)
         self._has_states = layout.has_states
         self._last_rows = LastRows(model)
+        compiles = dispatch.platform() != "cpu" if compile_decode is None else compile_decode
+        self._compiled = CompiledDecode(model, self.caches, blocks.groups) if compiles else None
         self._previous: InFlight | None = None
 
     def launch(self, output: SchedulerOutput) -> InFlight:
@@ -78,12 +89,14 @@ class ModelRunner:
     def _decode(self, sequences: Many[Sequence]) -> mx.array:
         """Logits `[B, V]` of the token after each sequence's last."""
         tokens = self._last_tokens(sequences)
-        if len(sequences) == 1 or not self.decodes_as_batch:
+        if not self.decodes_as_batch or (len(sequences) == 1 and self._compiled is None):
             rows = [self._call(tokens[i : i + 1, None], self._single(s)) for i, s in enumerate(sequences)]
             return rows[0] if len(rows) == 1 else mx.concatenate(rows)
         tables = [self.blocks.tables(sequence) for sequence in sequences]
         slots = [self.blocks.slot(sequence) for sequence in sequences] if self._has_states else None
         offsets = [sequence.num_cached_tokens for sequence in sequences]
+        if self._compiled is not None:
+            return self._sent(self._compiled(tokens, tables, offsets, slots))
         step = forward.batch(self.blocks.groups, tables, self.blocks.block_size, offsets, slots)
         return self._call(tokens[:, None], step)
 
@@ -112,8 +125,10 @@ class ModelRunner:
         """One call of the model on `tokens` `[B, L]`: logits `[B, V]` of the last position, or `[L, V]` of all."""
         self._last_rows.active = not all_rows
         logits = self.caches.call(self.model, tokens, step)
-        logits = logits[0] if all_rows else logits[:, -1]
-        # Each call by itself, so that a later one's writes find that nobody reads the pools any more.
+        return self._sent(logits[0] if all_rows else logits[:, -1])
+
+    def _sent(self, logits: mx.array) -> mx.array:
+        """Each call goes to the device by itself: a later one's writes then find that nobody reads the pools."""
         mx.async_eval(logits, *self.caches.arrays)
         return logits
 

@@ -46,6 +46,12 @@ class CacheSet:
             cache.begin(None)
         return logits
 
+    def bind(self, arrays: Many[mx.array]) -> None:
+        """Go on with these pools, in the order of `arrays`."""
+        rest = iter(arrays)
+        for cache in (*self.kv, *self.states):
+            cache.bind([next(rest) for _ in cache.pools])
+
     def grow(self, blocks: BlockManager) -> None:
         """Give every pool the entries that its owner counts on."""
         for cache in self.kv:

@@ -81,6 +81,11 @@ class Forward:
     fresh: bool = False  # a sequence that has no past: recurrent layers start from their own initial state
     masks: list[tuple[mx.array, int | None]] = field(default_factory=list)  # handed out, each with its window
 
+    @property
+    def is_batch(self) -> bool:
+        """Whether it is made of padded rows (also if there is one), with what each may see in a mask."""
+        return isinstance(self.offset, mx.array)
+
 
 def single(
     groups: Many[Group], tables: Many[BlockTable], block_size: int, offset: int, length: int, slot: int | None

@@ -22,8 +22,7 @@ class PagedKVCache(_BaseCache):  # type: ignore[misc]
     def __init__(self, layer: KVLayer, block_size: int):
         self.layer = layer
         self.block_size = block_size
-        self.keys_pool = mx.zeros((0, *layer.key_shape), layer.dtype)
-        self.values_pool = mx.zeros((0, *layer.value_shape), layer.dtype)
+        self.clear()
         self._forward: Forward | None = None
         self._written: tuple[mx.array, mx.array] | None = None
 
@@ -38,10 +37,13 @@ class PagedKVCache(_BaseCache):  # type: ignore[misc]
         self._forward = forward
         self._written = None
 
+    def bind(self, pools: list[mx.array]) -> None:
+        self.keys_pool, self.values_pool = pools
+
     def clear(self) -> None:
         """Give the pools back."""
-        self.keys_pool = self.keys_pool[:0]
-        self.values_pool = self.values_pool[:0]
+        self.keys_pool = mx.zeros((0, *self.layer.key_shape), self.layer.dtype)
+        self.values_pool = mx.zeros((0, *self.layer.value_shape), self.layer.dtype)
 
     def resize(self, num_blocks: int) -> None:
         """Grow the pools to so many blocks; what they hold stays."""
@@ -66,7 +68,7 @@ class PagedKVCache(_BaseCache):  # type: ignore[misc]
         dtype = keys.dtype
         _write(self.keys_pool, context.write, keys)
         _write(self.values_pool, context.write, values)
-        if context.length == keys.shape[2] and self._forward.offset == 0:  # type: ignore[union-attr]
+        if self.empty():
             # Nothing but what was just written.
             seen = tuple(x.astype(self.layer.dtype).astype(dtype) for x in (keys, values))
         else:
@@ -79,7 +81,7 @@ class PagedKVCache(_BaseCache):  # type: ignore[misc]
         forward, context = self._forward, self._context
         assert forward is not None
         window = min(filter(None, (window_size, context.window)), default=None)
-        if forward.batch_size > 1:
+        if forward.is_batch:
             return self._given(_narrowed(context, forward, window_size), window)
         offset = int(forward.offset) - context.start  # type: ignore[arg-type]
         if window is not None and offset + N > window:
@@ -93,7 +95,7 @@ class PagedKVCache(_BaseCache):  # type: ignore[misc]
         tokens, or None where the mask is not one that `make_mask` gave: then only the mask itself is right."""
         assert self._forward is not None
         if mask is None or isinstance(mask, str):
-            alone = self._forward.batch_size == 1 and (mask is not None or self._forward.length == 1)
+            alone = not self._forward.is_batch and (mask is not None or self._forward.length == 1)
             return (self._context.window,) if alone else None
         return next(((window,) for given, window in self._forward.masks if given is mask), None)
 
@@ -150,7 +152,7 @@ class PagedKVCache(_BaseCache):  # type: ignore[misc]
         return self.keys, self.values
 
     def empty(self) -> bool:
-        return self._forward is None or (self._forward.batch_size == 1 and self._forward.offset == 0)
+        return self._forward is None or (not self._forward.is_batch and self._forward.offset == 0)
 
     @property
     def nbytes(self) -> int:

@@ -19,9 +19,7 @@ class RecurrentState:
 
     def __init__(self, layer: StateLayer):
         self.layer = layer
-        self._pools: list[mx.array | None] = [
-            None if entry is None else mx.zeros((0, *entry[0]), entry[1]) for entry in layer.entries
-        ]
+        self.clear()
         self.view = ArraysCache(len(layer.entries))
         self._forward: Forward | None = None
 
@@ -50,9 +48,15 @@ class RecurrentState:
             if pool is not None and self.view[index] is not None:
                 pool[self._forward.slots] = _settled(self.view[index], pool).astype(pool.dtype)
 
+    def bind(self, pools: list[mx.array]) -> None:
+        rest = iter(pools)
+        self._pools = [None if pool is None else next(rest) for pool in self._pools]
+
     def clear(self) -> None:
         """Give the pools back."""
-        self._pools = [None if pool is None else pool[:0] for pool in self._pools]
+        self._pools: list[mx.array | None] = [
+            None if entry is None else mx.zeros((0, *entry[0]), entry[1]) for entry in self.layer.entries
+        ]
 
     def resize(self, num_slots: int) -> None:
         for index, pool in enumerate(self._pools):
