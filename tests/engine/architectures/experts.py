@@ -16,6 +16,7 @@ EXPERTS: dict[str, Config] = {
     "deepseek": MOE,
     "deepseek_v2": merged(MOE, MLA, rope_scaling=YARN, topk_method="group_limited_greedy", n_group=2, topk_group=1,
                           n_routed_experts=8),
+    "deepseek_v2:plain": merged(MOE, MLA, q_lora_rank=None, rope_scaling=YARN, topk_method="greedy"),
     "deepseek_v3": merged(MOE, MLA, rope_scaling=YARN, n_group=2, topk_group=1, n_routed_experts=8),
     "deepseek_v32": merged(INDEXED, rope_scaling=YARN),
     "deepseek_v41": merged(MOE, MLA, head_dim=32, o_groups=2, o_lora_rank=16, sliding_window=WINDOW,

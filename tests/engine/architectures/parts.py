@@ -1,4 +1,4 @@
-"""What many tiny configurations have in common, by the names that mlx-lm's `ModelArgs` use; each takes what it knows."""
+"""What many tiny configurations have in common, by the names in mlx-lm's `ModelArgs`; each takes what it knows."""
 
 from typing import Any
 

@@ -4,10 +4,12 @@ import importlib
 import pkgutil
 import sys
 from types import ModuleType
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 import mlx_lm.models
+from mlx_lm.models.cache import RotatingKVCache, make_prompt_cache
 
 from tests.engine import tiny
 from tests.engine.architectures.attention import ATTENTION
@@ -17,6 +19,20 @@ from tests.engine.architectures.parts import BASE, Config, merged
 
 # By the module's name; what follows a colon tells variants of one module apart.
 CONFIGS: dict[str, Config] = merged(ATTENTION, EXPERTS, HYBRIDS)
+
+# What mlx-lm itself cannot run on a CPU, or not rightly, and why. The engine refuses them at load.
+REFUSED = {
+    "bitnet": "mlx-lm has its matrix product as a Metal kernel only (refused elsewhere)",
+    "muse_spark": "mlx-lm has its norms and its routing as Metal kernels only (refused elsewhere)",
+    "olmo": "mlx-lm adds the name of a mask to its scores, and fails on prompts of more than one token",
+    "phi3small": "mlx-lm adds a boolean mask to its scores: tokens see later ones, and what a prompt brings depends on "
+    "how it is cut",
+}
+
+# Where mlx-lm's code contradicts itself, so that the reference had to be repaired.
+REPAIRED = {
+    "plamo3": "mlx-lm's own cache keeps one token less than its masks let a prompt see; compared with one that has it",
+}
 
 
 def modules() -> list[str]:
@@ -43,6 +59,14 @@ def build(name: str, seed: int = 0, **changes: object) -> nn.Module:
     model.eval()
     tiny.randomize(model, seed)
     return model
+
+
+def make_cache(name: str, model: nn.Module) -> list[Any]:
+    """mlx-lm's own caches for the model, as the reference."""
+    caches = make_prompt_cache(model)
+    if module_of(name) == "plamo3":
+        return [RotatingKVCache(c.max_size + 1) if isinstance(c, RotatingKVCache) else c for c in caches]
+    return caches
 
 
 def _module(name: str) -> ModuleType:
