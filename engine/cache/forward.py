@@ -84,7 +84,7 @@ class Forward:
     @property
     def is_batch(self) -> bool:
         """Whether it is made of padded rows (also if there is one), with what each may see in a mask."""
-        return isinstance(self.offset, mx.array)
+        return not isinstance(self.offset, int)
 
 
 def single(
