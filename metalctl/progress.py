@@ -12,28 +12,30 @@ if TYPE_CHECKING:
     from rich.progress import Progress as Bars
     from rich.progress import TaskID
 
+    from metalctl.engine.models.references import Hub
     from metalctl.engine.models.sources.base import Plan, Progress
 
 EVENT_EVERY = 0.5  # seconds between two progress events of one file
 
 
 @contextmanager
-def fetch_progress(output: Output, *, events: bool = False) -> Iterator["Progress"]:
+def fetch_progress(output: Output, *, default_source: "Hub" = "hf", pulling: bool = False) -> Iterator["Progress"]:
     """A Progress that tells `output` what is fetched, until the block ends.
 
-    `events`: with `--json` as NDJSON on stdout; for commands whose answer is such a stream.
+    `pulling`: fetching is what the command is for. It tells the plan itself, and with `--json` its answer is a stream
+    of events.
     """
-    progress = _Terminal(output) if output.interactive else _Lines(output, events and output.json)
+    progress = _Terminal(output) if output.interactive else _Lines(output, default_source, pulling)
     try:
         yield progress
     finally:
         progress.close()
 
 
-def plan_fields(plan: "Plan") -> dict[str, Any]:
+def plan_fields(plan: "Plan", default_source: "Hub") -> dict[str, Any]:
     """A plan as JSON: sizes in bytes, null where the source tells them only while fetching."""
     return {
-        "reference": str(plan.reference),
+        "reference": plan.reference.written(default_source),
         "format": plan.format,
         "revision": plan.revision,
         "size": plan.size,
@@ -45,17 +47,20 @@ def plan_fields(plan: "Plan") -> dict[str, Any]:
 class _Lines:
     """For pipes, logs and programs: events if wanted, else a line when something begins or goes wrong."""
 
-    def __init__(self, output: Output, events: bool):
+    def __init__(self, output: Output, default_source: "Hub", pulling: bool):
         self._output = output
-        self._events = events
+        self._default_source = default_source
+        self._pulling = pulling
+        self._events = pulling and output.json
         self._lock = threading.Lock()
         self._told: dict[str, float] = {}
 
     def start(self, plan: "Plan") -> None:
         if self._events:
-            self._output.event("start", **plan_fields(plan))
-        elif not plan.complete:
-            self._output.note(f"fetching {plan.reference}, {human_bytes(plan.to_fetch)}")
+            self._output.event("start", **plan_fields(plan, self._default_source))
+        elif not plan.complete and not self._pulling:
+            name = plan.reference.written(self._default_source)
+            self._output.note(f"fetching {name}, {human_bytes(plan.to_fetch)}")
 
     def update(self, path: str, done: int, total: int | None) -> None:
         with self._lock:

@@ -100,13 +100,14 @@ def resolve(
     models = Models(default_source, aliases or {}, token, cache)
     wanted = models.read(reference, revision)
     source = models.source(wanted.source)
+    progress = progress or Silent()
     try:
-        return source.find(wanted)
+        found = source.find(wanted)
     except NotCachedError:
         if offline:
             raise
-    progress = progress or Silent()
-    return source.fetch(source.plan(wanted, progress), progress)
+        found = source.fetch(source.plan(wanted, progress), progress)
+    return replace(found, reference=wanted.written(default_source))
 
 
 def find_cached(default_source: Hub = "hf", cache: Path | None = None) -> list[CachedModel]:

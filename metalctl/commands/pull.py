@@ -11,7 +11,6 @@ from metalctl.output import Output, human_bytes
 from metalctl.progress import fetch_progress, plan_fields
 
 if TYPE_CHECKING:
-    from metalctl.engine.models.checkpoint import Checkpoint
     from metalctl.engine.models.resolve import Models
     from metalctl.engine.models.sources.base import Plan, Progress
 
@@ -35,7 +34,7 @@ def pull(
     models = models_of(invocation, token)
     pulled: list[dict[str, Any]] = []
     failed: list[MetalctlError] = []
-    with fetch_progress(output, events=True) as progress:
+    with fetch_progress(output, default_source=models.default_source, pulling=True) as progress:
         for reference in references:
             try:
                 pulled.append(_pull_one(models, reference, revision, invocation, dry_run, progress))
@@ -59,37 +58,39 @@ def _pull_one(
     output = invocation.output
     reference = models.read(text, revision)
     source = models.source(reference.source)
+    name = reference.written(models.default_source)
     if invocation.offline:
-        return _found(output, source.find(reference))
-    plan = source.plan(reference, progress)
-    for note in plan.notes:
-        output.note(note)
-    _tell_plan(output, plan)
-    if dry_run:
-        return {**plan_fields(plan), "path": None}
-    return _found(output, source.fetch(plan, progress), plan)
+        found = source.find(reference)
+        fields: dict[str, Any] = {"reference": name, "to_fetch": 0, "files": []}
+    else:
+        plan = source.plan(reference, progress)
+        fields = plan_fields(plan, models.default_source)
+        _tell_plan(output, plan, name)
+        if dry_run:
+            return {**fields, "path": None}
+        found = source.fetch(plan, progress)
+    output.text(str(found.path))
+    return {**fields, "format": found.format, "revision": found.revision, "size": found.size, "path": str(found.path)}
 
 
-def _tell_plan(output: Output, plan: "Plan") -> None:
+def _tell_plan(output: Output, plan: "Plan", name: str) -> None:
     from metalctl.engine.models.sources.base import free_space
 
-    name = str(plan.reference)
-    if plan.complete:
-        output.note(f"{name} is complete: {len(plan.files)} files, {human_bytes(plan.size)}")
-        return
+    for note in plan.notes:
+        output.note(note)
     missing = [file for file in plan.files if not file.cached]
-    count = f"{len(missing)} file{'s' if len(missing) > 1 else ''}"
+    if not missing:
+        output.note(f"{name} is complete: {_files(len(plan.files))}, {human_bytes(plan.size)}")
+        return
     space = f"{human_bytes(free_space(plan.folder))} free in {short_path(plan.folder)}"
     size = "of a size that the index tells later" if plan.to_fetch is None else human_bytes(plan.to_fetch)
-    output.note(f"{name}: {count} to fetch, {size}; {space}")
+    output.note(f"{name}: {_files(len(missing))} to fetch, {size}; {space}")
     for file in missing:
         output.detail(f"  {file.path}  {human_bytes(file.size)}")
 
 
-def _found(output: Output, found: "Checkpoint", plan: "Plan | None" = None) -> dict[str, Any]:
-    output.text(str(found.path))
-    fields = plan_fields(plan) if plan else {"reference": found.reference, "to_fetch": 0, "files": []}
-    return {**fields, "format": found.format, "revision": found.revision, "size": found.size, "path": str(found.path)}
+def _files(count: int) -> str:
+    return f"{count} file{'s' if count != 1 else ''}"
 
 
 def _tell_failure(output: Output, reference: str, error: MetalctlError) -> None:

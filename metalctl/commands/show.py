@@ -35,7 +35,7 @@ def show(
     models = models_of(invocation, token)
     wanted = models.read(reference, revision)
     source = models.source(wanted.source)
-    with fetch_progress(invocation.output) as progress:
+    with fetch_progress(invocation.output, default_source=models.default_source) as progress:
         try:
             fields = _local(source.find(wanted))
         except NotCachedError:

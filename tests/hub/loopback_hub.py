@@ -249,7 +249,9 @@ class _Handler(BaseHTTPRequestHandler):
         if name not in self.hub.repositories:
             self._ms_missing("model does not exist")
             return
-        self._json({"Code": 200, "Success": True, "Data": {"Path": name.split("/")[0], "Name": name.split("/")[1]}})
+        owner, _, own = name.partition("/")
+        licence = self.hub.repositories[name].card.get("license")
+        self._json({"Code": 200, "Success": True, "Data": {"Path": owner, "Name": own, "License": licence}})
 
     def ms_files(self, name: str, query: Mapping[str, list[str]]) -> None:
         if (files := self._ms_find(name, query)) is None:
