@@ -62,7 +62,8 @@ def serve(
     The first REF is loaded at once, the others when they are asked for. SIGTERM or Ctrl-C lets running requests finish;
     a second one does not.
     """
-    from metalctl.server.launch import Launch, keys, parse_seconds, parse_size, run
+    from metalctl.server.durations import parse_seconds
+    from metalctl.server.launch import Launch, keys, parse_size, run
 
     given = list(references or ([invocation.settings.model] if invocation.settings.model else []))
     names = served_name or []

@@ -19,6 +19,10 @@ from metalctl.server.anthropic.types import CountRequest, MessagesRequest
 from metalctl.server.errors import ApiError
 from metalctl.server.guard import Guard, GuardOptions, error_response
 from metalctl.server.models import ModelManager
+from metalctl.server.ollama import chat as ollama_chat
+from metalctl.server.ollama import models as ollama_models
+from metalctl.server.ollama.types import ChatRequest as OllamaChatRequest
+from metalctl.server.ollama.types import GenerateRequest, ShowRequest
 from metalctl.server.openai import chat, completions, models
 from metalctl.server.openai.types import ChatRequest, CompletionRequest
 from metalctl.server.service import Service
@@ -44,6 +48,13 @@ ENTRIES = (
     Entry("POST", "/v1/completions", completions.completions, CompletionRequest, "OpenAI"),
     Entry("POST", "/v1/messages", messages.messages, MessagesRequest, "Anthropic"),
     Entry("POST", "/v1/messages/count_tokens", messages.count_tokens, CountRequest, "Anthropic"),
+    Entry("POST", "/api/chat", ollama_chat.chat, OllamaChatRequest, "Ollama"),
+    Entry("POST", "/api/generate", ollama_chat.generate, GenerateRequest, "Ollama"),
+    Entry("GET", "/api/tags", ollama_models.tags, group="Ollama"),
+    Entry("GET", "/api/ps", ollama_models.running, group="Ollama"),
+    Entry("POST", "/api/show", ollama_models.show, ShowRequest, "Ollama"),
+    Entry("GET", "/api/version", ollama_models.version, group="Ollama"),
+    Entry("GET", "/", ollama_models.root, group="Ollama"),
     Entry("POST", "/tokenize", models.tokenize, models.TokenizeRequest),
     Entry("POST", "/detokenize", models.detokenize, models.DetokenizeRequest),
     Entry("GET", "/health", system.health),

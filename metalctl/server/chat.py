@@ -55,6 +55,8 @@ class ChatTask:
     effort: str | None = None  # of reasoning; "none" asks for no reasoning
     effort_is_a_wish: bool = False  # a model without that switch answers all the same
     clamp: bool = False
+    context: int | None = None  # tokens that prompt and answer may have, if that is less than the model's
+    raw: str | None = None  # a prompt that is taken as it is, instead of messages
     continues: bool = False  # the last message is the beginning of the answer
 
 
@@ -207,23 +209,9 @@ def prepare(model: ServedModel, task: ChatTask) -> _Prepared:
 
     Raises UsageError and ApiError.
     """
-    format_, tokenizer = model.format, model.tokenizer
+    format_ = model.format
     tools = [] if task.tool_choice.mode == "none" else list(task.tools)
-    messages = [_for_template(message, format_.takes_developer) for message in task.messages]
-    if not format_.takes_tools:
-        messages, given = describe(messages, tools), None
-    else:
-        given = tools or None
-    variables = {**_effort(model, task), **task.variables, "add_generation_prompt": not task.continues}
-    try:
-        prompt = tokenizer.render_chat_template(messages, tools=given, **variables)
-        if task.continues:
-            prompt = _cut_after(prompt, str(messages[-1]["content"]))
-    except CheckpointError as error:
-        raise bad_request(error.message, "messages", "template") from error
-    ids = tokenizer.encode(prompt, parse_special=True)
-    if tokenizer.chat_bos_id is not None and ids[:1] != [tokenizer.chat_bos_id]:
-        ids.insert(0, tokenizer.chat_bos_id)
+    prompt, ids = _raw(model, task.raw) if task.raw is not None else _rendered(model, task, tools)
     grammar = _forced_calls(task) if task.tool_choice.is_forced else task.grammar
     params = _params(model, task, len(ids))
     if params.skip_special_tokens and format_.hides_markers(bool(tools)):
@@ -231,11 +219,41 @@ def prepare(model: ServedModel, task: ChatTask) -> _Prepared:
     return _Prepared(prompt, ids, params, grammar, format_.preamble(prompt) if grammar else None)
 
 
+def _raw(model: ServedModel, text: str) -> tuple[str, list[int]]:
+    return text, model.tokenizer.encode(text, add_special_tokens=True, parse_special=True)
+
+
+def _rendered(model: ServedModel, task: ChatTask, tools: list[Tool]) -> tuple[str, list[int]]:
+    """The conversation as the model's template writes it, and its tokens."""
+    format_, tokenizer = model.format, model.tokenizer
+    messages = [_for_template(message, format_.takes_developer) for message in task.messages]
+    if not format_.takes_tools:
+        messages, tools = describe(messages, tools), []
+    variables = {**_effort(model, task), **task.variables, "add_generation_prompt": not task.continues}
+    try:
+        prompt = tokenizer.render_chat_template(messages, tools=tools or None, **variables)
+    except CheckpointError as error:
+        raise bad_request(error.message, "messages", "template") from error
+    if task.continues:
+        prompt = _cut_after(prompt, str(messages[-1]["content"]))
+    ids = tokenizer.encode(prompt, parse_special=True)
+    if tokenizer.chat_bos_id is not None and ids[:1] != [tokenizer.chat_bos_id]:
+        ids.insert(0, tokenizer.chat_bos_id)
+    return prompt, ids
+
+
 def _params(model: ServedModel, task: ChatTask, prompt_tokens: int) -> SamplingParams:
     params = sampling_params(task.sampling, model.generation_defaults)
-    room = model.context_length - prompt_tokens
-    if task.clamp and params.max_tokens is not None and room >= 1:
-        params = replace(params, max_tokens=min(params.max_tokens, room))
+    limit = model.context_length
+    if task.context is not None:
+        if task.context > limit:
+            raise bad_request(f"num_ctx is {task.context}, but the context of this model holds {limit}.", "num_ctx")
+        if prompt_tokens >= task.context:
+            raise bad_request(f"the prompt has {prompt_tokens} tokens, but num_ctx is {task.context}.", "num_ctx")
+        limit = task.context
+    wanted = params.max_tokens if task.context is None else params.max_tokens or limit
+    if task.clamp and wanted is not None and limit > prompt_tokens:
+        params = replace(params, max_tokens=min(wanted, limit - prompt_tokens))
     return params
 
 

@@ -18,11 +18,10 @@ from metalctl.engine.errors import MetalctlError, ModelNotFoundError, StorageErr
 from metalctl.engine_start import running_engine
 from metalctl.server.app import create_app
 from metalctl.server.guard import GuardOptions
-from metalctl.server.models import FOR_EVER, Limits, ModelManager, ModelSpec, ServedModel
+from metalctl.server.models import Limits, ModelManager, ModelSpec, ServedModel
 
 _LOOPBACK = frozenset({"localhost", "127.0.0.1", "::1"})
 _SIZES = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
-_SECONDS = {"": 1.0, "s": 1.0, "m": 60.0, "h": 3600.0, "ms": 0.001}
 _IDLE_CONNECTION = 75  # seconds
 
 
@@ -126,17 +125,6 @@ def parse_size(text: str) -> int:
     if not match or match[2].upper() not in _SIZES:
         raise UsageError(f"{text!r} is not a size.", "Write 24GB, 512MiB or a number of bytes.")
     return int(float(match[1]) * _SIZES[match[2].upper()])
-
-
-def parse_seconds(text: str) -> float:
-    """Seconds: "5m", "90s", "1h30m", "300"; infinity for negative ones. Raises UsageError."""
-    text = text.strip()
-    if text.startswith("-"):
-        return FOR_EVER
-    parts = re.findall(r"(\d+(?:\.\d+)?)(ms|s|m|h)?", text)
-    if not parts or "".join(number + unit for number, unit in parts) != text:
-        raise UsageError(f"{text!r} is not a time.", "Write 5m, 90s, 1h, or -1 for never.")
-    return sum(float(number) * _SECONDS[unit] for number, unit in parts)
 
 
 def _refuse_open_door(launch: Launch) -> None:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from metalctl.engine.errors import ModelNotFoundError, OutOfMemoryError
 from metalctl.engine.grammar import GrammarCompiler
 from metalctl.server.chat_format.formats import ChatFormat
+from metalctl.server.durations import FOR_EVER
 from metalctl.server.errors import overloaded
 from metalctl.server.metrics import Metrics
 
@@ -19,8 +20,6 @@ if TYPE_CHECKING:
     from metalctl.engine.models.tokenizer import Tokenizer
 
 log = logging.getLogger("metalctl.server")
-
-FOR_EVER = float("inf")
 
 
 @dataclass(frozen=True)

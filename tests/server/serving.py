@@ -29,8 +29,9 @@ def tiny_engine(seed: int = 0, tokenizer: Tokenizer | None = None, **config: Any
     """A random model whose tokens are bytes, in its thread."""
 
     def load() -> LLMEngine:
+        shape = {"model_type": "llama", "vocab_size": VOCAB}
         model = build("llama", seed, vocab_size=VOCAB)
-        loaded = LoadedModel(model, tokenizer or byte_tokenizer(), {"vocab_size": VOCAB}, CONTEXT, f"tiny {seed}")
+        loaded = LoadedModel(model, tokenizer or byte_tokenizer(), shape, CONTEXT, f"tiny {seed}")
         settings = {"block_size": 8, "max_num_batched_tokens": 64, "kv_cache_bytes": 1 << 24, **config}
         return LLMEngine(loaded, EngineConfig(**settings))
 
