@@ -96,7 +96,8 @@ def parse(text: str, exists: Callable[[str], bool] = lambda _: False) -> Referen
         raise UsageError(f"{text!r} holds a control character.", GRAMMAR)
     if exists(text):
         return Reference("local", _as_path(text))
-    if _PATH_START.match(text):
+    tagged = _LOCAL_TAG.fullmatch(text)
+    if _PATH_START.match(text) or (tagged and exists(tagged["path"])):
         return _parse_path(text)
     if (url := _as_url(text)) is not None:
         return _parse_url(url, text)

@@ -37,7 +37,8 @@ class Local:
                 f"{reference.name} is not a GGUF file.", "Give a .gguf file, or a folder with a config.json."
             )
         if reference.tag:
-            raise UsageError(f"{reference.name} is one file; the tag {reference.tag} has nothing to choose from.")
+            message = f"{reference.name} is one file; the tag {reference.tag} has nothing to choose from."
+            raise UsageError(message, "Leave the tag out.")
         parts = _all_parts(path)
         return Checkpoint(str(reference), "gguf", parts[0], parts)
 

@@ -151,6 +151,7 @@ def test_what_exists_is_a_path_whatever_it_looks_like() -> None:
         assert (found.source, found.tag) == ("local", None)
         assert found.name.removeprefix("./") == text.removeprefix("./")
     assert parse("models/qwen").source is None
+    assert parse("models/qwen:q4_0", exists=here.__contains__) == Reference("local", "./models/qwen", "Q4_0")
 
 
 NAMES = st.from_regex(
