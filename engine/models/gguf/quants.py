@@ -82,21 +82,34 @@ def _merge_groups(unpacker: Callable[[Bytes], Unpacked], steps: int, blocks: Byt
     pairs = scales.reshape(-1, 2)
     larger = np.where(np.abs(pairs[:, :1]) >= np.abs(pairs[:, 1:]), pairs[:, :1], pairs[:, 1:])
     unit = larger / np.float32(steps)
-    ratios = np.divide(pairs, unit, out=np.zeros_like(pairs), where=unit != 0)
-    codes = np.rint(q.reshape(-1, 2, 16) * ratios[:, :, None]) + np.float32(128)
+    return _recoded(q, _ratio(pairs, unit), np.full_like(pairs, 128), unit, -128 * unit, len(blocks))
+
+
+def _refit_groups(unpacker: Callable[[Bytes], Unpacked], top: int, blocks: Bytes) -> tuple[Bytes, Floats, Floats]:
+    """Groups of 16 of integers up to `top` with offsets, two by two in 255 steps over all values that they can have."""
+    q, scales, offsets = unpacker(blocks)
+    pairs, starts = scales.reshape(-1, 2), offsets.reshape(-1, 2)
+    stops = starts + np.float32(top) * pairs
+    least, most = np.minimum(starts, stops), np.maximum(starts, stops)
+    offset = np.minimum(least[:, 0], least[:, 1])[:, None]
+    unit = (np.maximum(most[:, 0], most[:, 1])[:, None] - offset) / np.float32(255)
+    return _recoded(q, _ratio(pairs, unit), _ratio(starts - offset, unit), unit, offset, len(blocks))
+
+
+def _ratio(values: Floats, unit: Floats) -> Floats:
+    """values / unit, zero where the unit is."""
+    return values * np.divide(np.float32(1), unit, out=np.zeros_like(unit), where=unit != 0)
+
+
+def _recoded(
+    q: Integers, ratios: Floats, starts: Floats, unit: Floats, offset: Floats, blocks: int
+) -> tuple[Bytes, Floats, Floats]:
+    """Pairs of groups of 16 in one unit: the codes are q * ratio + start, rounded."""
+    codes = q.reshape(-1).astype(np.float32)
+    codes *= np.repeat(ratios.reshape(-1), 16)
+    codes += np.repeat(starts.reshape(-1) + np.float32(0.5), 16)
     codes = np.clip(codes, 0, 255, out=codes).astype(np.uint8)
-    unit = unit.reshape(len(blocks), -1)
-    return codes.reshape(len(blocks), -1), unit, -128 * unit
-
-
-def _refit_groups(unpacker: Callable[[Bytes], Unpacked], blocks: Bytes) -> tuple[Bytes, Floats, Floats]:
-    """Groups of 16 with offsets, two by two, in 255 steps from the least to the greatest value."""
-    values = dequantize_blocks(unpacker(blocks)).reshape(-1, 32)
-    least = values.min(axis=1, keepdims=True)
-    unit = (values.max(axis=1, keepdims=True) - least) / np.float32(255)
-    codes = np.rint(np.divide(values - least, unit, out=np.zeros_like(values), where=unit != 0)).astype(np.uint8)
-    shape = len(blocks), -1
-    return codes.reshape(shape), unit.reshape(shape), least.reshape(shape)
+    return codes.reshape(blocks, -1), unit.reshape(blocks, -1), offset.reshape(blocks, -1)
 
 
 def _mxfp4(blocks: Bytes) -> tuple[Bytes, Bytes, None]:
@@ -139,7 +152,7 @@ FORMATS: dict[GGMLQuantizationType, Format] = {
     Type.IQ2_XS: _merged(unpack.iq2_xs, 2),
     Type.IQ2_S: _merged(unpack.iq2_s, 2),
     Type.IQ1_M: _merged(unpack.iq1_m, 14),
-    Type.Q2_K: Format(partial(_refit_groups, unpack.q2_k), 8, exact=False),
+    Type.Q2_K: Format(partial(_refit_groups, unpack.q2_k, 3), 8, exact=False),
     Type.MXFP4: Format(_mxfp4, 4, mode="mxfp4"),
     Type.NVFP4: Format(_nvfp4, 4, 16, mode="nvfp4"),
 }

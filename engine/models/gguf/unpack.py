@@ -6,6 +6,7 @@ with the same number of consecutive values in each group. Formats: ggml-common.h
 of the IQ types are taken from the gguf package.
 """
 
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -149,17 +150,30 @@ def iq4_xs(blocks: Bytes) -> Unpacked:
     return _IQ4[_fields(blocks[:, 8:], 4, 16)], d, np.zeros_like(d)
 
 
+@cache
 def _lattice(kind: Any) -> Integers:
-    """The points of an IQ type's lattice, int8 [points, values of a point]."""
+    """The points of an IQ type's lattice, each as one integer of 4 or 8 signed bytes."""
     kind.init_grid()
-    grid: Integers = kind.grid.reshape(kind.grid_shape).astype(np.int8)
-    return grid
+    points: Integers = kind.grid.reshape(kind.grid_shape).astype(np.int8)
+    return points.view(f"u{points.shape[1]}").reshape(-1)
+
+
+def _points(kind: Any, indices: Integers) -> Integers:
+    """int8 [N, values], from the points' numbers [N, points] (or more axes)."""
+    return _lattice(kind)[indices].reshape(len(indices), -1).view(np.int8)
+
+
+@cache
+def _negations() -> npt.NDArray[np.uint64]:
+    """For each byte of signs, eight bytes that are 0 or 255."""
+    bits = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little")
+    return (bits * np.uint8(255)).view(np.uint64).reshape(-1)
 
 
 def _signed(q: Integers, signs: Bytes) -> Integers:
     """`q` [N, values], negated where the bit in `signs` [N, values / 8] is set."""
-    negative = np.unpackbits(signs, axis=1, bitorder="little").view(np.int8)
-    return np.where(negative, -q, q)
+    negative = _negations()[signs].reshape(len(q), -1)
+    return (q.view(np.uint64) ^ negative).view(np.int8) - negative.view(np.int8)
 
 
 _SIGNS = np.frombuffer(quants.IQ2_XXS.ksigns, np.uint8)  # 7 bits, and the eighth that makes their number even
@@ -179,28 +193,28 @@ def _seven_bit_signs(words: npt.NDArray[np.uint32]) -> Bytes:
 def iq2_xxs(blocks: Bytes) -> Unpacked:
     words = _words(blocks, 2, 66, np.uint32).reshape(-1, 8, 2)
     points = np.ascontiguousarray(words[:, :, 0]).view(np.uint8)
-    q = _lattice(quants.IQ2_XXS)[points].reshape(len(blocks), -1)
+    q = _points(quants.IQ2_XXS, points)
     scales = _half(blocks, 0) * (0.5 + (words[:, :, 1] >> 28).astype(np.float32)) * 0.25
     return _signed(q, _seven_bit_signs(words[:, :, 1])), scales, np.zeros_like(scales)
 
 
 def iq3_xxs(blocks: Bytes) -> Unpacked:
     words = _words(blocks, 66, 98, np.uint32)
-    q = _lattice(quants.IQ3_XXS)[blocks[:, 2:66]].reshape(len(blocks), -1)
+    q = _points(quants.IQ3_XXS, blocks[:, 2:66])
     scales = _half(blocks, 0) * (0.5 + (words >> 28).astype(np.float32)) * 0.5
     return _signed(q, _seven_bit_signs(words)), scales, np.zeros_like(scales)
 
 
 def iq2_xs(blocks: Bytes) -> Unpacked:
     words = _words(blocks, 2, 66, np.uint16)
-    q = _lattice(quants.IQ2_XS)[words & 511].reshape(len(blocks), -1)
+    q = _points(quants.IQ2_XS, words & 511)
     scales = _half(blocks, 0) * (0.5 + _fields(blocks[:, 66:74], 4, 1)) * 0.25
     return _signed(q, _SIGNS[words >> 9]), scales.astype(np.float32), np.zeros(scales.shape, np.float32)
 
 
 def iq2_s(blocks: Bytes) -> Unpacked:
     points = blocks[:, 2:34].astype(np.uint16) | _fields(blocks[:, 66:74], 2, 1).astype(np.uint16) << 8
-    q = _lattice(quants.IQ2_S)[points].reshape(len(blocks), -1)
+    q = _points(quants.IQ2_S, points)
     scales = _half(blocks, 0) * (0.5 + _fields(blocks[:, 74:82], 4, 1)) * 0.25
     return _signed(q, blocks[:, 34:66]), scales.astype(np.float32), np.zeros(scales.shape, np.float32)
 
@@ -208,7 +222,7 @@ def iq2_s(blocks: Bytes) -> Unpacked:
 def iq3_s(blocks: Bytes) -> Unpacked:
     """The lattice has odd values up to 15 only: q counts them from -15 in steps of 2, which fits 4 bits."""
     points = blocks[:, 2:66].astype(np.uint16) | _fields(blocks[:, 66:74], 1, 1).astype(np.uint16) << 8
-    q = _signed(_lattice(quants.IQ3_S)[points].reshape(len(blocks), -1), blocks[:, 74:106])
+    q = _signed(_points(quants.IQ3_S, points), blocks[:, 74:106])
     scales = _half(blocks, 0) * (1 + 2 * _fields(blocks[:, 106:110], 4, 1).astype(np.float32))
     return (q + np.int8(15)).view(np.uint8) >> 1, 2 * scales, -15 * scales
 
@@ -216,7 +230,7 @@ def iq3_s(blocks: Bytes) -> Unpacked:
 def iq1_s(blocks: Bytes) -> Unpacked:
     high = _words(blocks, 34, 50, np.uint16)
     points = blocks[:, 2:34].reshape(-1, 8, 4) | (high[:, :, None] >> np.array([0, 3, 6, 9], np.uint16) & 7) << 8
-    q = _lattice(quants.IQ1_S)[points].reshape(len(blocks), -1) + np.int8(1)
+    q = _points(quants.IQ1_S, points) + np.int8(1)
     scales = _half(blocks, 0) * (2 * (high >> 12 & 7) + 1).astype(np.float32)
     shift = np.where(high & 0x8000, np.float32(-1.125), np.float32(-0.875))
     return q.view(np.uint8), scales, scales * shift
@@ -231,5 +245,5 @@ def iq1_m(blocks: Bytes) -> Unpacked:
     high = _fields(blocks[:, 32:48], 4, 1)
     points = blocks[:, :32].astype(np.uint16) | (high & 7).astype(np.uint16) << 8
     sign = np.where(high & 8, np.int8(-1), np.int8(1))[:, :, None]
-    q = _lattice(quants.IQ1_S)[points] * np.int8(8) + sign
+    q = _points(quants.IQ1_S, points).reshape(len(blocks), -1, 8) * np.int8(8) + sign
     return q.reshape(len(blocks), -1), scales, np.zeros_like(scales)
