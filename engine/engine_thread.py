@@ -3,9 +3,12 @@
 import asyncio
 import itertools
 import queue
+import sys
 import threading
+import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from collections.abc import Sequence as Many
+from pathlib import Path
 from typing import Any
 
 from metalctl.engine.errors import MetalctlError
@@ -134,6 +137,7 @@ class EngineThread:
             self._closed = True
             self._commands.put(None)
         self._thread.join()
+        _await_exit(self._thread.native_id)
 
     # -- in the thread
 
@@ -207,3 +211,14 @@ class EngineThread:
             reason = FinishReason.ERROR if failure else FinishReason.ABORT
             stream.deliver(RequestOutput(name, "", (), reason, error=error))
         self._streams.clear()
+
+
+def _await_exit(native_id: int | None) -> None:
+    """Wait until the system's thread is gone, too. Before Python 3.13 `join` returns a moment earlier, while MLX still
+    frees what it kept for the thread; a program that ends in that moment is aborted."""
+    if sys.version_info >= (3, 13) or native_id is None:
+        return
+    task = Path(f"/proc/self/task/{native_id}")
+    deadline = time.monotonic() + (2 if task.parent.exists() else 0.05)
+    while time.monotonic() < deadline and (task.exists() or not task.parent.exists()):
+        time.sleep(0.002)
