@@ -10,10 +10,10 @@ from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.requests import Request
-from starlette.responses import Response
+from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from metalctl.server import system
+from metalctl.server import answers, system
 from metalctl.server.anthropic import messages
 from metalctl.server.anthropic.types import CountRequest, MessagesRequest
 from metalctl.server.errors import ApiError
@@ -23,8 +23,10 @@ from metalctl.server.ollama import chat as ollama_chat
 from metalctl.server.ollama import models as ollama_models
 from metalctl.server.ollama.types import ChatRequest as OllamaChatRequest
 from metalctl.server.ollama.types import GenerateRequest, ShowRequest
-from metalctl.server.openai import chat, completions, models
+from metalctl.server.openai import chat, completions, models, responses
+from metalctl.server.openai.response_types import ResponsesRequest
 from metalctl.server.openai.types import ChatRequest, CompletionRequest
+from metalctl.server.openapi import document
 from metalctl.server.service import Service
 
 Handler = Callable[[Service, Request], Awaitable[Response]]
@@ -32,35 +34,54 @@ Handler = Callable[[Service, Request], Awaitable[Response]]
 
 @dataclass(frozen=True)
 class Entry:
-    """A route, and the type of the body that it takes."""
+    """A route: the type of the body that it takes, of its answer (None: plain text), and whether it can stream."""
 
     method: str
     path: str
     handler: Handler
+    answer: type[BaseModel] | None
     body: type[BaseModel] | None = None
     group: str = "server"
+    streams: bool = False
+    may_be_503: bool = False  # with the same answer
+
+
+async def openapi(_service: Service, _request: Request) -> Response:
+    return JSONResponse(document(ENTRIES))
+
+
+def _openai(path: str, handler: Handler, body: type[BaseModel], answer: type[BaseModel]) -> Entry:
+    return Entry("POST", path, handler, answer, body, "OpenAI", streams=True)
+
+
+def _ollama(path: str, handler: Handler, body: type[BaseModel], answer: type[BaseModel]) -> Entry:
+    return Entry("POST", path, handler, answer, body, "Ollama", streams=True)
 
 
 ENTRIES = (
-    Entry("GET", "/v1/models", models.list_models, group="OpenAI"),
-    Entry("GET", "/v1/models/{name:path}", models.get_model, group="OpenAI"),
-    Entry("POST", "/v1/chat/completions", chat.chat_completions, ChatRequest, "OpenAI"),
-    Entry("POST", "/v1/completions", completions.completions, CompletionRequest, "OpenAI"),
-    Entry("POST", "/v1/messages", messages.messages, MessagesRequest, "Anthropic"),
-    Entry("POST", "/v1/messages/count_tokens", messages.count_tokens, CountRequest, "Anthropic"),
-    Entry("POST", "/api/chat", ollama_chat.chat, OllamaChatRequest, "Ollama"),
-    Entry("POST", "/api/generate", ollama_chat.generate, GenerateRequest, "Ollama"),
-    Entry("GET", "/api/tags", ollama_models.tags, group="Ollama"),
-    Entry("GET", "/api/ps", ollama_models.running, group="Ollama"),
-    Entry("POST", "/api/show", ollama_models.show, ShowRequest, "Ollama"),
-    Entry("GET", "/api/version", ollama_models.version, group="Ollama"),
-    Entry("GET", "/", ollama_models.root, group="Ollama"),
-    Entry("POST", "/tokenize", models.tokenize, models.TokenizeRequest),
-    Entry("POST", "/detokenize", models.detokenize, models.DetokenizeRequest),
-    Entry("GET", "/health", system.health),
-    Entry("GET", "/ready", system.ready),
-    Entry("GET", "/metrics", system.metrics),
-    Entry("GET", "/version", system.version),
+    Entry("GET", "/v1/models", models.list_models, answers.ModelList, group="OpenAI"),
+    Entry("GET", "/v1/models/{name:path}", models.get_model, answers.Model, group="OpenAI"),
+    _openai("/v1/chat/completions", chat.chat_completions, ChatRequest, answers.ChatCompletion),
+    _openai("/v1/completions", completions.completions, CompletionRequest, answers.TextCompletion),
+    _openai("/v1/responses", responses.responses, ResponsesRequest, answers.ModelResponse),
+    Entry(
+        "POST", "/v1/messages", messages.messages, answers.AnthropicMessage, MessagesRequest, "Anthropic", streams=True
+    ),
+    Entry("POST", "/v1/messages/count_tokens", messages.count_tokens, answers.TokenCount, CountRequest, "Anthropic"),
+    _ollama("/api/chat", ollama_chat.chat, OllamaChatRequest, answers.OllamaChat),
+    _ollama("/api/generate", ollama_chat.generate, GenerateRequest, answers.OllamaText),
+    Entry("GET", "/api/tags", ollama_models.tags, answers.OllamaModels, group="Ollama"),
+    Entry("GET", "/api/ps", ollama_models.running, answers.OllamaModels, group="Ollama"),
+    Entry("POST", "/api/show", ollama_models.show, answers.OllamaModel, ShowRequest, "Ollama"),
+    Entry("GET", "/api/version", ollama_models.version, answers.Version, group="Ollama"),
+    Entry("GET", "/", ollama_models.root, None, group="Ollama"),
+    Entry("POST", "/tokenize", models.tokenize, answers.Tokens, models.TokenizeRequest),
+    Entry("POST", "/detokenize", models.detokenize, answers.Prompt, models.DetokenizeRequest),
+    Entry("GET", "/health", system.health, answers.State, may_be_503=True),
+    Entry("GET", "/ready", system.ready, answers.State, may_be_503=True),
+    Entry("GET", "/metrics", system.metrics, None),
+    Entry("GET", "/version", system.version, answers.Version),
+    Entry("GET", "/openapi.json", openapi, answers.Answer),
 )
 
 

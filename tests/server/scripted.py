@@ -13,6 +13,15 @@ from metalctl.engine.llm_engine import EngineStats
 from metalctl.engine.models.tokenizer import Tokenizer
 from metalctl.engine.sequence import FinishReason, RequestOutput, SamplingParams, Usage
 
+# Shows tools, messages and calls on lines of their own.
+TEMPLATE = (
+    "{% for t in tools or [] %}tool {{ t.function.name }}{{ '\n' }}{% endfor %}"
+    "{% for m in messages %}{{ m.role }}: {{ m.content }}"
+    "{% for c in m.tool_calls or [] %} <tool_call>{{ c.function | tojson }}</tool_call>{% endfor %}"
+    "{{ '\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}assistant: {% endif %}"
+)
+
 
 class ScriptedThread:
     """Gives `replies` one after the other, the last for ever. A reply that is an exception is the request's error."""

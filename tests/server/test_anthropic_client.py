@@ -6,18 +6,11 @@ import json
 import anthropic
 import pytest
 from byte_tokenizer import byte_tokenizer
-from scripted import ScriptedThread
+from scripted import TEMPLATE, ScriptedThread
 from serving import assert_idle, running, served
 
 HELLO = [{"role": "user", "content": "Hello"}]
 TOOLS = [{"name": "weather", "description": "Of a place.", "input_schema": {"type": "object", "maxProperties": 0}}]
-TEMPLATE = (
-    "{% for t in tools or [] %}tool {{ t.function.name }}{{ '\n' }}{% endfor %}"
-    "{% for m in messages %}{{ m.role }}: {{ m.content }}"
-    "{% for c in m.tool_calls or [] %} <tool_call>{{ c.function | tojson }}</tool_call>{% endfor %}"
-    "{{ '\n' }}{% endfor %}"
-    "{% if add_generation_prompt %}assistant: {% endif %}"
-)
 
 
 def client_of(server, kind=anthropic.Anthropic):
