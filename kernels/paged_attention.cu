@@ -71,27 +71,6 @@ __device__ __forceinline__ float shuffle_xor(float x, int mask) {
   return __shfl_xor_sync(ALL, x, mask);
 }
 
-// D += A B for a tile of 16 x 16 and one of 16 x 8.
-template <typename U>
-__device__ void multiply(float (&d)[4], unsigned a0, unsigned a1, unsigned a2, unsigned a3, unsigned b0, unsigned b1);
-
-#define MULTIPLY(U, name)                                                                                         \
-  template <>                                                                                                     \
-  __device__ __forceinline__ void multiply<U>(                                                                    \
-      float (&d)[4], unsigned a0, unsigned a1, unsigned a2, unsigned a3, unsigned b0, unsigned b1) {              \
-    asm("mma.sync.aligned.m16n8k16.row.col.f32." name "." name ".f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, "        \
-        "{%8, %9}, {%0, %1, %2, %3};"                                                                             \
-        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])                                                          \
-        : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));                                                  \
-  }
-#ifdef KERNEL_EMULATOR
-#undef MULTIPLY
-#define MULTIPLY(U, name) EMULATOR_MMA(U, multiply)
-#endif
-MULTIPLY(__half, "f16")
-MULTIPLY(__nv_bfloat16, "bf16")
-#undef MULTIPLY
-
 // Two numbers side by side, the first in the lower half.
 template <typename U>
 __device__ __forceinline__ unsigned pair(float first, float second) {

@@ -227,7 +227,7 @@ def kernel(device: Literal["metal", "cuda"], name: str) -> Any:
         input_names=["partial", "stats", "sinks"] if name == "merge" else partials,
         output_names=["output"] if name == "merge" else ["output", "stats"],
         source="".join(sections[section] for section in SECTIONS[name]),
-        header=sections["header"],
+        header=(dispatch.source("tensor.cu")["header"] if device == "cuda" else "") + sections["header"],
     )
 
 

@@ -19,6 +19,7 @@ OLDEST = 17  # the first clang that rounds each 16-bit operation as a GPU does
 FLAGS = [
     *("-x", "c++", "-std=c++20", "-O1", "-fPIC", "-fvisibility=hidden", "-fno-exceptions", "-fno-rtti", f"-I{HERE}"),
     *("-fno-vectorize", "-fno-slp-vectorize"),  # accesses wider than 16 bytes go unwatched
+    "-fno-strict-aliasing",  # kernels read memory as vectors of another type all the time
     *("-Xclang", "-ffloat16-excess-precision=none", "-Xclang", "-fbfloat16-excess-precision=none"),
     *("-Xclang", "-cl-single-precision-constant"),  # there is no double on the device
     *("-Wno-user-defined-literals", "-Wno-unknown-attributes", "-fno-sanitize=undefined"),

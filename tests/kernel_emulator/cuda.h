@@ -58,6 +58,16 @@ inline float2 __half22float2(__half2 v) { return {v.x, v.y}; }
 inline float2 __bfloat1622float2(__nv_bfloat162 v) { return {v.x, v.y}; }
 inline __half2 __floats2half2_rn(float a, float b) { return {__half(a), __half(b)}; }
 inline __nv_bfloat162 __floats2bfloat162_rn(float a, float b) { return {__nv_bfloat16(a), __nv_bfloat16(b)}; }
+inline __half2 __hsub2(__half2 a, __half2 b) { return {__half(a.x - b.x), __half(a.y - b.y)}; }
+inline __nv_bfloat162 __hsub2(__nv_bfloat162 a, __nv_bfloat162 b) {
+  return {__nv_bfloat16(a.x - b.x), __nv_bfloat16(a.y - b.y)};
+}
+inline __half2 __hfma2(__half2 a, __half2 b, __half2 c) {
+  return {__half(__builtin_fmaf(a.x, b.x, c.x)), __half(__builtin_fmaf(a.y, b.y, c.y))};
+}
+inline __nv_bfloat162 __hfma2(__nv_bfloat162 a, __nv_bfloat162 b, __nv_bfloat162 c) {
+  return {__nv_bfloat16(__builtin_fmaf(a.x, b.x, c.x)), __nv_bfloat16(__builtin_fmaf(a.y, b.y, c.y))};
+}
 inline float __half2float(__half v) { return v; }
 inline float __bfloat162float(__nv_bfloat16 v) { return v; }
 inline float __uint_as_float(unsigned v) { return __builtin_bit_cast(float, v); }

@@ -103,7 +103,7 @@ def _shared(declaration: str, keyword: str) -> str:
     space = keyword if keyword == "threadgroup" else ""
     first, *others = re.split(r",(?![^\[<]*[\]>])", declaration)
     type_, first = re.fullmatch(r"\s*(.*?[\s>])(\w+\s*(?:\[.*)?)", first, re.DOTALL).groups()  # type: ignore[union-attr]
-    if "*" in declaration or "&" in declaration:  # each thread's own pointer
+    if re.search(r"[*&]", re.sub(r"\[[^\]]*\]", "", declaration)):  # each thread's own pointer
         return f"{space} {declaration};"
     parts = []
     for declarator in (first, *others):

@@ -96,10 +96,11 @@ def test_a_bad_use_of_threadgroup_memory_is_found(body, finding):
         "tile[i] = in0[i]; threadgroup_barrier(mem_flags::mem_threadgroup); out[i] = tile[63 - i];",
         "tile[i] = in0[i]; simdgroup_barrier(mem_flags::mem_threadgroup); out[63 - i] = tile[i ^ 1];",
         "tile[i] = in0[i]; out[63 - i] = tile[i];",
+        "threadgroup float* own = tile + i; *own = in0[i]; out[i] = *own;",
     ],
 )
 def test_ordered_accesses_are_no_race(body):
-    output = run(INDEX + "threadgroup float tile[64];\n" + body, [NUMBERS])
+    output = run(INDEX + "threadgroup float tile[16 * 4], unused;\n" + body, [NUMBERS])
     assert sorted(output.tolist()) == NUMBERS.tolist()
 
 
