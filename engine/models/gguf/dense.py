@@ -19,6 +19,8 @@ from metalctl.engine.models.gguf.mapping import (
     to,
 )
 
+POOLING = {1: "mean", 2: "cls", 3: "last", 4: "rank"}  # how an embedding model makes one vector of its states
+
 OUTSIDE: Names = {
     "token_embd": "model.embed_tokens",
     "output_norm": "model.norm",
@@ -69,6 +71,7 @@ def common(keys: Keys, model_type: str) -> Config:
         "tie_word_embeddings": not keys.has("output.weight"),
         "attention_bias": keys.has("blk.0.attn_q.bias"),
         "mlp_bias": keys.has("blk.0.ffn_up.bias"),
+        "pooling": POOLING.get(keys.integer("pooling_type", 0)),
     }
 
 

@@ -49,7 +49,7 @@ def build_model(header: Header, parts: list[tuple[Path, Header]], dtype: mx.Dtyp
     keys = Keys(header, {info.name: (path, info) for path, part in parts for info in part.tensors})
     config = row.config(keys)
     plan = _plan(row, keys, config)
-    module = _empty_module(config)
+    module: nn.Module = row.module(config) if row.module else _empty_module(config)
     formats = _choose_formats(module, plan, precision)
     shapes = {name: tuple(array.shape) for name, array in dict(tree_flatten(module.parameters())).items()}
     _check_complete(header, shapes, plan)
