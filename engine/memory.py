@@ -2,10 +2,13 @@
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from metalctl.engine.cache.layout import CacheLayout
 from metalctl.engine.config import EngineConfig
 from metalctl.engine.errors import OutOfMemoryError
+
+if TYPE_CHECKING:
+    from metalctl.engine.cache.layout import CacheLayout  # brings mlx-lm, which takes a second
 
 _TYPICAL_TOKENS = 2048  # of a sequence, to weigh state slots and windows against full attention
 
@@ -57,7 +60,7 @@ def device_memory() -> DeviceMemory:
 
 
 def plan(
-    layout: CacheLayout,
+    layout: "CacheLayout",
     config: EngineConfig,
     context_length: int,
     *,
@@ -101,7 +104,7 @@ def plan(
 class _Sizes:
     """What so many tokens of context take."""
 
-    def __init__(self, layout: CacheLayout, config: EngineConfig):
+    def __init__(self, layout: "CacheLayout", config: EngineConfig):
         self._layout = layout
         self._config = config
 
