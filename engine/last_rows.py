@@ -5,6 +5,8 @@ and for a small model the output projection over a whole chunk costs more than a
 is wrapped, in the loaded model, by one that looks at a switch.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import mlx.core as mx
@@ -25,6 +27,15 @@ class LastRows:
         for module in model.modules():
             if isinstance(module, (nn.Embedding, nn.QuantizedEmbedding)):
                 object.__setattr__(module, "as_linear", _Projection(module.as_linear, self))
+
+    @contextmanager
+    def only(self, active: bool) -> Iterator[None]:
+        """Within the block the model computes the last position only, if `active`."""
+        self.active = active
+        try:
+            yield
+        finally:
+            self.active = False
 
     def cut(self, hidden: mx.array) -> mx.array:
         return hidden[:, -1:] if self.active and hidden.ndim == 3 else hidden

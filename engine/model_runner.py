@@ -123,8 +123,8 @@ class ModelRunner:
 
     def _call(self, tokens: mx.array, step: Forward, all_rows: bool = False) -> mx.array:
         """One call of the model on `tokens` `[B, L]`: logits `[B, V]` of the last position, or `[L, V]` of all."""
-        self._last_rows.active = not all_rows
-        logits = self.caches.call(self.model, tokens, step)
+        with self._last_rows.only(not all_rows):
+            logits = self.caches.call(self.model, tokens, step)
         return self._sent(logits[0] if all_rows else logits[:, -1])
 
     def _sent(self, logits: mx.array) -> mx.array:
