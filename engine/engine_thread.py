@@ -9,12 +9,14 @@ import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from collections.abc import Sequence as Many
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from metalctl.engine.errors import MetalctlError
-from metalctl.engine.grammar import TokenGrammar
 from metalctl.engine.llm_engine import LLMEngine
 from metalctl.engine.sequence import FinishReason, RequestOutput, SamplingParams
+
+if TYPE_CHECKING:
+    from metalctl.engine.grammar import TokenGrammar
 
 
 class EngineDeadError(MetalctlError):
@@ -95,7 +97,7 @@ class EngineThread:
         params: SamplingParams | None = None,
         request_id: str | None = None,
         cache_salt: bytes = b"",
-        grammar: TokenGrammar | None = None,
+        grammar: "TokenGrammar | None" = None,
         loop: asyncio.AbstractEventLoop | None = None,
     ) -> RequestStream:
         """Queue a request and return its stream; with `loop` one that is read there. Raises as LLMEngine.check does,
@@ -174,7 +176,7 @@ class EngineThread:
         token_ids: Many[int],
         params: SamplingParams,
         cache_salt: bytes,
-        grammar: TokenGrammar | None,
+        grammar: "TokenGrammar | None",
     ) -> None:
         self._streams[stream.request_id] = stream
         try:

@@ -5,6 +5,7 @@ import secrets
 import time
 from collections.abc import Sequence as Many
 from dataclasses import asdict, dataclass, replace
+from typing import TYPE_CHECKING
 
 import mlx.core as mx
 from mlx.utils import tree_flatten
@@ -15,7 +16,6 @@ from metalctl.engine.cache.block_pool import BlockPool
 from metalctl.engine.cache.layout import read_layout
 from metalctl.engine.config import EngineConfig
 from metalctl.engine.errors import ContextLengthError, UsageError
-from metalctl.engine.grammar import TokenGrammar
 from metalctl.engine.memory import device_memory, plan
 from metalctl.engine.model_runner import InFlight, ModelRunner
 from metalctl.engine.models.checkpoint import LoadedModel
@@ -29,6 +29,9 @@ from metalctl.engine.sequence import (
     TokenLogprobs,
 )
 from metalctl.engine.text_stream import TextStream
+
+if TYPE_CHECKING:
+    from metalctl.engine.grammar import TokenGrammar
 
 _DTYPES = {"float16": mx.float16, "bfloat16": mx.bfloat16, "float32": mx.float32}
 
@@ -135,7 +138,7 @@ class LLMEngine:
         params: SamplingParams | None = None,
         request_id: str | None = None,
         cache_salt: bytes = b"",
-        grammar: TokenGrammar | None = None,
+        grammar: "TokenGrammar | None" = None,
     ) -> str:
         """Queue a request; `step` yields what comes of it. Raises as `check` does, and UsageError for an id in use."""
         params = params or SamplingParams()
