@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 PrefixCacheMode = Literal["on", "exact", "off"]
+Precision = Literal["size", "exact"]
 KVDtype = Literal["auto", "float16", "bfloat16", "float32"]
 
 
@@ -20,3 +21,4 @@ class EngineConfig:
     kv_cache_bytes: int | None = None  # an explicit budget for KV blocks and recurrent states, instead of that share
     prefix_cache: PrefixCacheMode = "on"
     compile_decode: bool | None = None  # the decode step as one compiled function; None: on a GPU
+    precision: Precision = "size"  # of GGUF types that MLX cannot hold exactly: rounded to 8 bits, or as floats

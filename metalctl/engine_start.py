@@ -98,7 +98,7 @@ def _loader(
         from metalctl.engine.models.loader import load as load_model
 
         acceleration.prepare(kernel_cache(invocation.settings.cache), invocation.output.note)
-        loaded.append(load_model(checkpoint, trust_remote_code=trust_remote_code))
+        loaded.append(load_model(checkpoint, trust_remote_code=trust_remote_code, precision=config.precision))
         return LLMEngine(loaded[0], config)
 
     return load

@@ -9,12 +9,12 @@ from typing import Any
 import mlx.core as mx
 
 from metalctl.engine.acceleration import accelerate
+from metalctl.engine.config import Precision
 from metalctl.engine.errors import CheckpointError, UnsupportedModelError
 from metalctl.engine.models.checkpoint import Checkpoint, LoadedModel
 from metalctl.engine.models.gguf.architectures import architecture
 from metalctl.engine.models.gguf.mapping import Architecture
 from metalctl.engine.models.gguf.parts import merge_headers, read_headers
-from metalctl.engine.models.gguf.quants import Precision
 from metalctl.engine.models.gguf.reader import Header
 from metalctl.engine.models.gguf.vocabulary import build_tokenizer
 from metalctl.engine.models.tokenizer_files import tokenizer_from_folder

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from metalctl.app import Invocation, command
-from metalctl.commands.options import Context, TrustRemoteCode
+from metalctl.commands.options import Context, GGUFPrecision, TrustRemoteCode
 from metalctl.engine.config import EngineConfig
 from metalctl.engine.errors import UsageError
 from metalctl.engine.sequence import FinishReason
@@ -51,6 +51,7 @@ def chat(
     remember: Annotated[
         bool, typer.Option("--remember/--forget", help="Keep the conversation for --continue, and the lines typed.")
     ] = True,
+    precision: GGUFPrecision = "size",
     trust_remote_code: TrustRemoteCode = False,
 ) -> None:
     """Ask a model once, or hold a conversation with it.
@@ -77,7 +78,7 @@ def chat(
     words = [reference, *(prompt or [])] if reference else []
     conversation, message = _begin(invocation, words, system, continue_)
     assert conversation.model
-    config = EngineConfig(max_model_len=context, max_num_seqs=1)
+    config = EngineConfig(max_model_len=context, max_num_seqs=1, precision=precision)
     with running_engine(invocation, conversation.model, config, trust_remote_code=trust_remote_code) as engine:
         from metalctl.repl.chat import Chat
 

@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from metalctl.app import Invocation, command
-from metalctl.commands.options import Context, TrustRemoteCode
+from metalctl.commands.options import Context, GGUFPrecision, TrustRemoteCode
 from metalctl.engine.config import EngineConfig, KVDtype, PrefixCacheMode
 from metalctl.engine.errors import UsageError
 
@@ -55,6 +55,7 @@ def serve(
     pin: Annotated[list[str] | None, typer.Option(metavar="NAME", help="A model that is never unloaded.")] = None,
     max_body: Annotated[str, typer.Option(metavar="SIZE", help="The largest request.")] = "32MB",
     drain_timeout: Annotated[float, typer.Option(min=0, help="Seconds that running requests get to finish.")] = 60.0,
+    precision: GGUFPrecision = _DEFAULTS.precision,
     trust_remote_code: TrustRemoteCode = False,
 ) -> None:
     """Serve models to programs that speak the API of OpenAI, Anthropic or Ollama.
@@ -86,6 +87,7 @@ def serve(
             gpu_memory_utilization=gpu_memory_utilization,
             kv_cache_dtype=kv_cache_dtype,
             prefix_cache=prefix_cache,
+            precision=precision,
         ),
         max_queue=max_queue,
         max_loaded=max_loaded or max(1, min(3, len(given))),

@@ -4,7 +4,8 @@ from collections import Counter
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from metalctl.engine.models.gguf.quants import Precision, explain
+from metalctl.engine.config import Precision
+from metalctl.engine.models.gguf.quants import explain
 from metalctl.engine.models.gguf.reader import Header
 
 

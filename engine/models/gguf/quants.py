@@ -18,11 +18,10 @@ import numpy as np
 import numpy.typing as npt
 from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 
+from metalctl.engine.config import Precision
 from metalctl.engine.errors import CheckpointError, UnsupportedModelError
 from metalctl.engine.models.gguf import unpack
 from metalctl.engine.models.gguf.unpack import Bytes, Floats, Integers, Unpacked
-
-Precision = Literal["size", "exact"]
 
 VALUES_AT_ONCE = 1 << 19  # a chunk's integers and floats stay in the processor's cache
 

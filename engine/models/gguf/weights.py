@@ -10,11 +10,12 @@ import mlx.nn as nn
 import numpy as np
 from mlx.utils import tree_flatten
 
+from metalctl.engine.config import Precision
 from metalctl.engine.errors import CheckpointError, UnsupportedModelError
 from metalctl.engine.models.gguf import quants
 from metalctl.engine.models.gguf.architectures import architecture
 from metalctl.engine.models.gguf.mapping import Architecture, Array, Config, Keys, Rule
-from metalctl.engine.models.gguf.quants import FLOATS, Precision
+from metalctl.engine.models.gguf.quants import FLOATS
 from metalctl.engine.models.gguf.reader import Header, TensorInfo, map_tensor
 
 Type = quants.Type
