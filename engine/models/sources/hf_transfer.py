@@ -11,7 +11,7 @@ import hashlib
 import os
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from threading import Event
@@ -56,7 +56,14 @@ class Transfer:
     folder: Path  # the repository's folder in the cache
     locks: Path
     progress: Progress
-    cancelled: Event
+    cancelled: Event = field(default_factory=Event)
+    _streams: set[Any] = field(default_factory=set)  # of Xet, which may wait for bytes longer than anyone likes
+
+    def cancel(self) -> None:
+        """Stop all that `fetch` does in other threads; it raises Cancelled there."""
+        self.cancelled.set()
+        for stream in tuple(self._streams):
+            stream.cancel()
 
     def fetch(self, blob: Blob) -> Path:
         """The file in `blobs`, checked. Raises HubError if it stays broken, and what the transport raises."""
@@ -159,11 +166,13 @@ class Transfer:
                 custom_headers=plain,
             )
             stream = group.download_stream(XetFileInfo(blob.xet_hash, blob.size), start=offset or None)
+            self._streams.add(stream)
             yield offset, iter(stream)
         except RuntimeError as error:  # how the Rust library says whatever has no exception of its own in Python
             raise ConnectionError(f"Xet storage: {error}") from error
         finally:
             if stream is not None:
+                self._streams.discard(stream)
                 stream.cancel()
 
     @contextmanager

@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import replace
 from glob import escape
 from pathlib import Path
-from threading import Event
+from typing import Any
 
 from huggingface_hub import (
     HfApi,
@@ -175,12 +175,12 @@ class HuggingFace:
 
     def _download(
         self,
-        download: Callable[..., str],
+        download: Callable[..., Any],
         revision: ResolvedRevision,
         reference: Reference,
         progress: Progress,
-        **settings: object,
-    ) -> str:
+        **settings: Any,
+    ) -> Any:
         """Call one of the library's download functions on the repository, silently and with retries."""
         return ask(
             lambda: download(
@@ -201,19 +201,22 @@ class HuggingFace:
         name = plan.reference.name
         tree = {file.path: file for file in get_cached_repo_tree(name, revision=revision, cache_dir=self.cache)}
         folder = repo_folder_name(repo_id=name, repo_type="model")
-        cancelled = Event()
-        transfer = Transfer(
-            self.api, name, revision.resolved, self.cache / folder, self.cache / ".locks" / folder, progress, cancelled
-        )
+        locks = self.cache / ".locks" / folder
+        transfer = Transfer(self.api, name, revision.resolved, self.cache / folder, locks, progress)
+
+        def library(path: str, **settings: Any) -> Any:
+            return self._download(hf_hub_download, revision, plan.reference, progress, filename=path, **settings)
 
         def fetch(file: PlannedFile) -> None:
             xet_hash = None if constants.HF_HUB_DISABLE_XET else tree[file.path].xet_hash
             assert file.size is not None and file.digest is not None
-            transfer.fetch(Blob(file.path, file.size, file.digest, xet_hash))
-            self._download(hf_hub_download, revision, plan.reference, progress, filename=file.path)
+            # Xet files that another repository holds lie in a store which the library links from.
+            if not xet_hash or not library(file.path, dry_run=True).is_cached:
+                transfer.fetch(Blob(file.path, file.size, file.digest, xet_hash))
+            library(file.path)
             progress.finish(file.path)
 
-        _in_parallel(fetch, [file for file in plan.files if not file.cached], cancelled)
+        _in_parallel(fetch, [file for file in plan.files if not file.cached], transfer.cancel)
 
     def _snapshot(self, name: str, commit: str) -> Path:
         return self.cache / repo_folder_name(repo_id=name, repo_type="model") / "snapshots" / commit
@@ -355,7 +358,9 @@ def _model_revisions(scan: HFCacheInfo) -> list[tuple[str, CachedRevisionInfo]]:
     return [(repo.repo_id, revision) for repo in repositories for revision in repo.revisions]
 
 
-def _in_parallel(fetch: Callable[[PlannedFile], None], files: Sequence[PlannedFile], cancelled: Event) -> None:
+def _in_parallel(
+    fetch: Callable[[PlannedFile], None], files: Sequence[PlannedFile], cancel: Callable[[], None]
+) -> None:
     """Fetch files side by side; the first failure, or Ctrl-C, stops the others at their next bytes."""
     with ThreadPoolExecutor(WORKERS, thread_name_prefix="fetch") as pool:
         futures = [pool.submit(fetch, file) for file in files]
@@ -363,8 +368,8 @@ def _in_parallel(fetch: Callable[[PlannedFile], None], files: Sequence[PlannedFi
             for future in as_completed(futures):
                 future.result()
         except BaseException:
-            cancelled.set()
-            pool.shutdown(wait=False, cancel_futures=True)
+            cancel()
+            pool.shutdown(wait=False, cancel_futures=True)  # leaving the block waits for those that run
             raise
 
 

@@ -48,7 +48,7 @@ def test_a_transfer_that_stands_still_is_noticed_and_taken_up_again(
     hub.fail(f"GET .*{FILE}", stall=100_000, seconds=20, times=1)
     began = time.monotonic()
     assert pull(hf, MODEL, heard).read_bytes() == files[FILE]
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - began < 15
     assert heard.retries
     assert any(request.headers.get("range", "").startswith("bytes=") for request in hub.requests)
 
@@ -154,14 +154,14 @@ def test_the_token_is_sent(hub: Hub, hf: HuggingFace, heard: Heard, files: dict[
 
 
 def test_the_first_failure_stops_the_other_files(hub: Hub, hf: HuggingFace, heard: Heard) -> None:
-    hub.repository("o/gguf").commit(gguf_repository(size=32 * 200_000))
+    files = gguf_repository(size=32 * 200_000)
+    hub.repository("o/gguf").commit(files)
     hub.slow = 0.02
     hub.fail("GET .*00002-of-00002", status=403)
-    began = time.monotonic()
     with pytest.raises(HubError):
         pull(hf, Reference("hf", "o/gguf", "F16"), heard)
-    assert time.monotonic() - began < 2
     assert "tiny-F16-00001-of-00002.gguf" not in heard.finished
+    assert hub.sent < len(files["tiny-F16-00001-of-00002.gguf"]) / 2
 
 
 def test_a_full_disk_is_told_and_the_rest_kept(
@@ -334,6 +334,20 @@ def test_xet_goes_on_inside_the_file_too(
     partial.write_bytes(xet[FILE][:500_000])
     assert pull(hf, MODEL, heard).read_bytes() == xet[FILE]
     assert 500_000 in opened
+
+
+def test_a_xet_file_that_another_repository_holds_is_linked(
+    hub: Hub, hf: HuggingFace, heard: Heard, xet: dict[str, bytes], tmp_path: Path
+) -> None:
+    content = hub.repositories["o/gguf"].find("main")[1][FILE]  # type: ignore[index]
+    hub.repository("o/copy").commit({"copy-Q8_0.gguf": content})
+    theirs = huggingface_hub.hf_hub_download("o/copy", "copy-Q8_0.gguf", cache_dir=tmp_path / "hf", endpoint=hub.url)
+    heard.done.clear()
+    ours = pull(hf, MODEL, heard)
+    if Path(theirs).resolve().parent.name == "blobs":
+        pytest.skip("this version of the library has no store that repositories share")
+    assert ours.resolve() == Path(theirs).resolve()
+    assert FILE not in heard.done
 
 
 def test_a_partial_file_of_wrong_bytes_is_thrown_away(
