@@ -184,10 +184,14 @@ class PagedKVCache(_BaseCache):  # type: ignore[misc]
 
 
 def _write(pool: mx.array, where: slice | mx.array, new: mx.array) -> None:
-    """Set the pool's token slots `where` to `new` `[B, H, L, D]`, in place where nobody else holds the pool."""
+    """Set the pool's token slots `where` to `new` `[B, H, L, D]`, in place where nobody else holds the pool.
+
+    What is not finite becomes 0: who gets the block next multiplies what it does not attend to by 0.
+    """
     batch, heads, length, width = new.shape
     if width == 0:  # K without V: an index that the model searches
         return
+    new = mx.where(new - new == 0, new, 0)
     pool[where] = new.transpose(0, 2, 1, 3).reshape(batch * length, heads, width).astype(pool.dtype)
 
 
