@@ -7,6 +7,7 @@ as a batch of three lengths; and prompts cut at places that fit no block, of whi
 from collections.abc import Sequence as Many
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -62,10 +63,12 @@ def engine_of(model: nn.Module, **settings: object) -> LLMEngine:
     return LLMEngine(tiny.load(model), EngineConfig(**settings))  # type: ignore[arg-type]
 
 
-def run(engine: LLMEngine, requests: dict[str, tuple[int, int]], count: int = TOKENS) -> dict[str, Result]:
+def run(
+    engine: LLMEngine, requests: dict[str, tuple[int, int]], count: int = TOKENS, **sampling: Any
+) -> dict[str, Result]:
     """What the engine brings for requests that arrive at these steps with prompts of these lengths."""
     recorder = Recorder(engine)
-    params = SamplingParams(temperature=0, max_tokens=count, ignore_eos=True)
+    params = SamplingParams(temperature=0, max_tokens=count, ignore_eos=True, **sampling)
     tokens: dict[str, list[int]] = {name: [] for name in requests}
     arrivals = sorted((step, name, length) for name, (step, length) in requests.items())
     step = 0
@@ -74,7 +77,8 @@ def run(engine: LLMEngine, requests: dict[str, tuple[int, int]], count: int = TO
             _, name, length = arrivals.pop(0)
             engine.add_request(tiny.prompt(length, seed=length), params, name)
         for output in engine.step():
-            tokens[output.request_id] += _tokens(output)
+            if output.request_id in tokens:
+                tokens[output.request_id] += _tokens(output)
         step += 1
     engine.runner.sampler = recorder._sampler
     return {name: Result(tokens[name], mx.stack(recorder.rows[name])) for name in requests}

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from importlib.metadata import version
 
 import mlx.core as mx
+import mlx.nn as nn
 import pytest
 
 from metalctl.engine.cache.layout import OwnLayer
@@ -31,19 +32,17 @@ def test_architecture_matches(name: str) -> None:
     engine = matching.engine_of(model)
     assert matching.mismatches(matching.engine_results(engine), reference) == []
     assert_memory_is_accounted_for(engine)
-    if any(group.window for group in engine.layout.groups):  # and with attention straight from the pools
-        with dispatch.forced("paged_attention", "reference"):
-            assert matching.mismatches(matching.engine_results(matching.engine_of(model)), reference) == []
+    if any(group.window for group in engine.layout.groups):
+        assert mismatches_as_on_a_gpu(model, reference) == []
     assert table.row(name, engine) in table.rows(), f"run: python -m {table.__name__}"
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in NAMES if name not in zoo.REFUSED])
-def test_architecture_matches_with_attention_straight_from_the_pools(name: str) -> None:
+def test_architecture_matches_as_on_a_gpu(name: str) -> None:
     model = zoo.build(name)
     reference = matching.reference_of(name, model)
-    with dispatch.forced("paged_attention", "reference"):
-        assert matching.mismatches(matching.engine_results(matching.engine_of(model)), reference) == []
+    assert mismatches_as_on_a_gpu(model, reference) == []
 
 
 @pytest.mark.parametrize("name", sorted(zoo.REFUSED.keys() & INSTALLED))
@@ -74,6 +73,12 @@ def test_every_architecture_of_mlx_lm_is_in_the_table() -> None:
     assert len(table.rows()) == len(zoo.CONFIGS)
     if version("mlx-lm") == table.documented_version():
         assert table.PAGE.read_text(encoding="utf-8").startswith(table.introduction())
+
+
+def mismatches_as_on_a_gpu(model: nn.Module, reference: matching.Reference) -> list[str]:
+    """With attention straight from the pools, and the decode step padded to the shapes that are compiled."""
+    with dispatch.forced("paged_attention", "reference"):
+        return matching.mismatches(matching.engine_results(matching.engine_of(model, compile_decode=True)), reference)
 
 
 def assert_memory_is_accounted_for(engine: LLMEngine) -> None:
