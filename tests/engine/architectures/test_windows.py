@@ -104,9 +104,10 @@ def test_a_request_whose_values_are_not_finite_spoils_no_other(name: str, body: 
         embedding = next(module for module in model.modules() if isinstance(module, nn.Embedding))
         embedding.weight[0] = mx.inf
         engine = matching.engine_of(model)
-        broken = engine.add_request([0] * 40, SamplingParams(temperature=0, max_tokens=4))
+        engine.add_request([0] * 40, SamplingParams(temperature=0, max_tokens=40))
+        while engine.has_work:  # its blocks go to those that come next
+            engine.step()
         others = matching.run(engine, REQUESTS, count=8, banned_token_ids=(0,))
-    assert broken not in others
     for request in REQUESTS:
         assert others[request].tokens == alone[request].tokens
         assert others[request].difference(alone[request]) <= matching.TOLERANCE
