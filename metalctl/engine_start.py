@@ -97,18 +97,18 @@ def _loader(
         from metalctl.engine.llm_engine import LLMEngine
         from metalctl.engine.models.loader import load as load_model
 
-        acceleration.prepare(kernel_cache(invocation.settings.cache), invocation.output.note)
+        acceleration.prepare(kernel_cache(), invocation.output.note)
         loaded.append(load_model(checkpoint, trust_remote_code=trust_remote_code, precision=config.precision))
         return LLMEngine(loaded[0], config)
 
     return load
 
 
-def kernel_cache(cache: Path | None) -> Path:
-    """Where compiled kernels are kept: below the program's cache folder."""
+def kernel_cache() -> Path:
+    """Where compiled kernels are kept: they belong to the machine, so not where a user moves models to."""
     import platformdirs
 
-    return (cache or Path(platformdirs.user_cache_dir("metalctl", appauthor=False))) / "kernels"
+    return Path(platformdirs.user_cache_dir("metalctl", appauthor=False)) / "kernels"
 
 
 def _busy(output: Output, message: str) -> AbstractContextManager[object]:

@@ -93,6 +93,12 @@ def load(path: Path, isa: str | None = None, threads: int | None = None) -> None
     _library, _isa = library, wanted
 
 
+def unload() -> None:
+    """Use no library from now on. Operations that were made go on working."""
+    global _library
+    _library = None
+
+
 def loaded() -> bool:
     return _library is not None
 
@@ -117,27 +123,29 @@ class Operation:
         self._handle = handle
         self._results = results
         self._apply = library.metalctl_apply
+        self._apply_many = library.metalctl_apply_many
+        self._failure = library.metalctl_failure
         self._release = library.metalctl_release
 
     def __call__(self, x: mx.array, second: mx.array | None = None) -> mx.array:
         out = mx.array(0)
         if not self._apply(self._handle, x, second, out, None, None):
-            raise ValueError(_get().metalctl_failure().decode())
+            raise ValueError(self._failure().decode())
         return out
 
     def all(self, x: mx.array) -> list[mx.array]:
         """The results of an operation that has two or three."""
         outs = [mx.array(0) if i < self._results else None for i in range(3)]
         if not self._apply(self._handle, x, None, *outs):
-            raise ValueError(_get().metalctl_failure().decode())
+            raise ValueError(self._failure().decode())
         return [out for out in outs if out is not None]
 
     def of(self, *inputs: mx.array | None) -> mx.array:
         """The result for any number of inputs; None stands for one that is left out."""
         out = mx.array(0)
         array = (_objects * len(inputs))(*inputs)
-        if not _get().metalctl_apply_many(self._handle, len(inputs), array, out):
-            raise ValueError(_get().metalctl_failure().decode())
+        if not self._apply_many(self._handle, len(inputs), array, out):
+            raise ValueError(self._failure().decode())
         return out
 
     def __del__(self) -> None:
