@@ -12,7 +12,7 @@ from metalctl.engine.errors import ModelNotFoundError, OutOfMemoryError
 from metalctl.engine.grammar import GrammarCompiler
 from metalctl.server.chat_format.formats import ChatFormat
 from metalctl.server.durations import FOR_EVER
-from metalctl.server.errors import overloaded
+from metalctl.server.errors import bad_request, overloaded
 from metalctl.server.metrics import Metrics
 
 if TYPE_CHECKING:
@@ -60,7 +60,9 @@ class ServedModel:
         return self.thread.engine.max_model_len
 
     def take(self, count: int) -> None:
-        """Count so many sequences in. Raises ApiError 503 when the queue is full."""
+        """Count so many sequences in. Raises ApiError: 503 when the queue is full, 400 for more than it ever holds."""
+        if count > self.slots:
+            raise bad_request(f"the request makes {count} sequences; at most {self.slots} are taken.", "n")
         if self.taken + count > self.slots:
             raise overloaded(f"the queue of {self.name} is full: {self.taken} requests run or wait.")
         self.taken += count
