@@ -1,6 +1,6 @@
-"""The one place where layers of a loaded model are replaced: on a CPU, by layers on the kernels of this program.
+"""The one place where layers of a loaded model are replaced: on a CPU and on CUDA, by layers on this program's kernels.
 
-Nothing happens elsewhere. The replacements are per model: other models, and mlx-lm's own code, stay as they are.
+Nothing happens on Metal. The replacements are per model: other models, and mlx-lm's own code, stay as they are.
 """
 
 from collections import Counter
@@ -13,8 +13,9 @@ import mlx.nn as nn
 from mlx_lm.models.rope_utils import Llama3RoPE, YarnRoPE
 from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwiGLU, SwitchGLU, SwitchLinear
 
-from metalctl.engine import decoder_layers
+from metalctl.engine import cuda_layers, decoder_layers
 from metalctl.engine import native_layers as native
+from metalctl.kernels import dispatch
 from metalctl.kernels.cpu import library
 from metalctl.kernels.cpu.build import BuildError, build
 from metalctl.kernels.cpu.library import Gate, LibraryError, Turns
@@ -46,6 +47,8 @@ def accelerate(model: nn.Module) -> list[str]:
 
     Frees the weights as they were, one layer at a time. Does nothing where no kernels are loaded.
     """
+    if dispatch.platform() == "cuda":
+        return cuda_layers.accelerate(model)
     if not library.loaded():
         return []
     replaced: Counter[str] = Counter()

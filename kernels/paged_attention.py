@@ -20,8 +20,7 @@ MOST_ROWS = {"metal": 4, "cuda": 8}  # queries that share a load, as far as regi
 TENSOR_ROWS = 16  # the same on tensor cores, whose tiles are that high
 TENSOR_WIDEST = 128  # longest head that their registers hold
 ALIGNMENT = 16  # what a window sees begins up to so many positions early
-MOST_TILES = 8  # beyond, gathering the keys once is cheaper than reading them for every tile of queries
-MOST_TENSOR_TILES = 32
+MOST_TILES = {"metal": 8, "cuda": 14}  # beyond, gathering is cheaper than reading the keys for every tile of queries
 
 
 def paged_attention(
@@ -187,7 +186,7 @@ def make_plan(
     most_rows = TENSOR_ROWS if tensor else MOST_ROWS[device] * 8 // width
     queries_of_head = heads // kv_heads * length
     tiles = -(-queries_of_head // most_rows)
-    if tiles > (MOST_TENSOR_TILES if tensor else MOST_TILES):
+    if tiles > MOST_TILES[device] and not tensor:  # on CUDA, MLX's attention with a mask is never the faster one
         return None
     context = block_tables.shape[1] * block_size
     if window is not None:

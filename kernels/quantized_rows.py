@@ -8,8 +8,6 @@ import mlx.core as mx
 from metalctl.kernels import dispatch
 
 MOST_ROWS = 32
-WARPS = 8
-UNROLL = 2
 
 
 def quantized_rows(
@@ -26,14 +24,15 @@ def quantized_rows(
         return mx.quantized_matmul(x, weight, scales, biases, transpose=True, group_size=group_size, bits=bits)
     width, columns = x.shape[-1], weight.shape[0]
     rows = x.size // width
+    warps, unroll = (8, 1) if rows <= 16 else (4, 4)
     outputs: list[mx.array] = kernel()(
         inputs=[x.reshape(rows, width), weight, scales, biases],
         template=[
             *(("T", x.dtype), ("K", width), ("N", columns), ("GROUP_SIZE", group_size)),
-            *(("TILES", -(-rows // 8)), ("WARPS", WARPS), ("UNROLL", UNROLL)),
+            *(("TILES", -(-rows // 8)), ("WARPS", warps), ("UNROLL", unroll)),
         ],
-        grid=(-(-columns // 16) * WARPS * 32, 1, 1),
-        threadgroup=(WARPS * 32, 1, 1),
+        grid=(-(-columns // 16) * warps * 32, 1, 1),
+        threadgroup=(warps * 32, 1, 1),
         output_shapes=[(rows, columns)],
         output_dtypes=[x.dtype],
     )
@@ -53,8 +52,8 @@ def reference(
     x: mx.array, weight: mx.array, scales: mx.array, biases: mx.array, *, group_size: int, bits: int
 ) -> mx.array:
     """`quantized_rows` in float32 and plain MLX operations. Normative."""
-    wide = [part.astype(mx.float32) for part in (scales, biases)]
-    matrix = mx.dequantize(weight, *wide, group_size=group_size, bits=bits)
+    wide = (scales.astype(mx.float32), biases.astype(mx.float32))
+    matrix = mx.dequantize(weight, wide[0], wide[1], group_size=group_size, bits=bits)
     return (x.astype(mx.float32) @ matrix.T).astype(x.dtype)
 
 

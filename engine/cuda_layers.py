@@ -1,0 +1,83 @@
+"""On CUDA, what mlx-lm and MLX compute slowly, by this program's kernels.
+
+mlx-lm has kernels for its recurrences on Metal only: elsewhere it goes through a prompt in a Python loop, an operation
+a token. MLX's product of a few rows with a 4-bit matrix reads the matrix once for every row.
+"""
+
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx_lm.models import gated_delta, ssm
+
+from metalctl.kernels.quantized_rows import quantized_rows
+from metalctl.kernels.recurrent import gated_delta as run_gated_delta
+from metalctl.kernels.recurrent import state_space_step
+
+_ssm_attn = ssm.ssm_attn
+
+
+class QuantizedLinear(nn.QuantizedLinear):
+    def __call__(self, x: mx.array) -> mx.array:
+        y = quantized_rows(x, self.weight, self.scales, self.biases, group_size=self.group_size, bits=self.bits)
+        return y + self.bias if "bias" in self else y
+
+
+class QuantizedEmbedding(nn.QuantizedEmbedding):
+    def as_linear(self, x: mx.array) -> mx.array:
+        return quantized_rows(x, self.weight, self.scales, self.biases, group_size=self.group_size, bits=self.bits)
+
+
+_LAYERS: dict[type, type] = {nn.QuantizedLinear: QuantizedLinear, nn.QuantizedEmbedding: QuantizedEmbedding}
+
+
+def accelerate(model: nn.Module) -> list[str]:
+    """Replace what of `model` the kernels can compute; returns what was done, for people."""
+    install()
+    layers = [module for module in model.modules() if type(module) in _LAYERS and module.mode == "affine"]
+    for layer in layers:
+        layer.__class__ = _LAYERS[type(layer)]
+    return [f"CUDA kernels: {len(layers)} quantised layers"] if layers else []
+
+
+def install() -> None:
+    """Put the recurrences in the place of mlx-lm's. Idempotent."""
+    gated_delta.gated_delta_ops = gated_delta_ops
+    ssm.ssm_attn = ssm_attn
+
+
+def gated_delta_ops(
+    q: mx.array,
+    k: mx.array,
+    v: mx.array,
+    g: mx.array,
+    beta: mx.array,
+    state: mx.array | None = None,
+    mask: mx.array | None = None,
+) -> tuple[mx.array, mx.array]:
+    """mlx-lm's function of this name."""
+    if state is None:
+        state = mx.zeros((q.shape[0], *v.shape[2:], q.shape[3]), dtype=mx.float32)
+    return run_gated_delta(q, k, v, g, beta, state, mask)
+
+
+def ssm_attn(
+    x: mx.array,
+    A_log: mx.array,
+    B: mx.array,
+    C: mx.array,
+    D: mx.array,
+    dt: mx.array,
+    dt_bias: mx.array,
+    state: mx.array | None = None,
+    time_step_limit: tuple[float, float] = (0.001, 100.0),
+    mask: mx.array | None = None,
+    lengths: mx.array | None = None,
+    **options: Any,
+) -> tuple[mx.array, mx.array]:
+    """mlx-lm's function of this name: a single token by the kernel, anything else as it was."""
+    if x.shape[1] == 1 and state is not None and mask is None and lengths is None:
+        step = ssm.compute_dt(dt, dt_bias, time_step_limit)
+        return state_space_step(x, A_log, B, C, D, step, state)
+    arguments = (x, A_log, B, C, D, dt, dt_bias, state, time_step_limit, mask, lengths)
+    return _ssm_attn(*arguments, **options)  # type: ignore[no-any-return]

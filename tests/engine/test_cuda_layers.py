@@ -1,0 +1,62 @@
+"""What stands in for mlx-lm's functions on CUDA computes what they compute (here with the plain bodies)."""
+
+import mlx.core as mx
+import mlx.nn as nn
+import pytest
+from mlx_lm.models import gated_delta, mamba2, ssm
+
+from metalctl.engine import cuda_layers
+from metalctl.kernels import dispatch
+
+
+@pytest.fixture
+def installed():
+    originals = (gated_delta.gated_delta_ops, ssm.ssm_attn)
+    cuda_layers.install()
+    with dispatch.forced("gated_delta", "reference"), dispatch.forced("state_space", "reference"):
+        yield
+    gated_delta.gated_delta_ops, ssm.ssm_attn = originals
+
+
+def delta_arguments():
+    mx.random.seed(0)
+    q, k = (mx.random.normal((2, 3, 2, 32)) * 0.2 for _ in range(2))
+    v, a, b = mx.random.normal((2, 3, 4, 16)), mx.random.normal((2, 3, 4)), mx.random.normal((2, 3, 4))
+    return (q, k, v, a, b, mx.random.normal((4,)), mx.random.normal((4,)))
+
+
+@pytest.mark.parametrize("mask", [None, mx.array([[True, True, True], [False, True, True]])], ids=["all", "padded"])
+def test_gated_delta_update_gives_the_same(mask, request):
+    arguments = delta_arguments()
+    expected, expected_state = gated_delta.gated_delta_update(*arguments, mask=mask)
+    request.getfixturevalue("installed")
+    y, state = gated_delta.gated_delta_update(*arguments, mask=mask)
+    seen = mx.ones((2, 3), dtype=mx.bool_) if mask is None else mask
+    assert mx.abs(mx.where(seen[..., None, None], y - expected, 0)).max() < 1e-6
+    assert mx.abs(state - expected_state).max() < 1e-6
+
+
+@pytest.mark.parametrize("tokens", [1, 4])
+def test_a_mamba2_block_gives_the_same(tokens, request):
+    mx.random.seed(1)
+    shared = (mx.random.normal((4,)), *(mx.random.normal((2, tokens, 2, 16)) for _ in range(2)), mx.random.normal((4,)))
+    x, dt, bias = mx.random.normal((2, tokens, 4, 8)), mx.random.normal((2, tokens, 4)), mx.random.normal((4,))
+    state = mx.random.normal((2, 4, 8, 16))
+    expected, expected_state = ssm.ssm_update(x, *shared, dt, bias, state)
+    request.getfixturevalue("installed")
+    assert mamba2.ssm_update is ssm.ssm_update
+    y, after = ssm.ssm_update(x, *shared, dt, bias, state)
+    assert mx.abs(y - expected).max() < 2e-5
+    assert mx.abs(after - expected_state).max() < 2e-5
+
+
+@pytest.mark.usefixtures("installed")
+def test_quantised_layers_are_replaced_and_give_the_same():
+    model = nn.Sequential(nn.Embedding(64, 64), nn.Linear(64, 32), nn.Linear(32, 64, bias=False))
+    nn.quantize(model, group_size=32, bits=4)
+    tokens = mx.array([[1, 2, 3]])
+    expected = model(tokens)
+    logits = model.layers[0].as_linear(expected)
+    assert cuda_layers.accelerate(model) == ["CUDA kernels: 3 quantised layers"]
+    assert (model(tokens) == expected).all()
+    assert (model.layers[0].as_linear(expected) == logits).all()
