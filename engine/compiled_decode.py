@@ -77,14 +77,10 @@ def held_arrays(model: nn.Module) -> list[mx.array]:
 
 
 def padded_rows(count: int) -> int:
-    """1, 2, multiples of 4 up to 32, of 8 up to 64, of 16 beyond: at most 3 rows or a quarter are padding."""
-    if count <= 2:
-        return count
-    step = 4 if count <= 32 else 8 if count <= 64 else 16
-    return -(-count // step) * step
+    """The next power of two. Rows of padding cost little: a step is bound by reading the weights."""
+    return 1 << (count - 1).bit_length()
 
 
 def padded_width(blocks: int) -> int:
-    """The next number with three leading binary digits, in steps of 4 at least: at most 3 or a quarter are padding."""
-    step = max(4, 1 << max(0, blocks.bit_length() - 3))
-    return -(-blocks // step) * step
+    """The next power of two, at least 16. Kernels do not read entries past a row's length."""
+    return max(16, 1 << (blocks - 1).bit_length())
