@@ -2,47 +2,43 @@
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
 
 import mlx.core as mx
 
-from metalctl.kernels import dispatch
-from metalctl.kernels.paged_attention import paged_attention, plain, reference
+from metalctl.kernels import dispatch, paged_attention, quantized_rows, recurrent
 
-SMALL_BATCH = 2  # rows of a case that are compared with the reference, which needs much memory
+FEW = 2  # sequences that are compared with the reference, which needs much memory
+EXACT_ENOUGH = 2e-6  # in float32
 
 
 @dataclass(frozen=True, slots=True)
-class AttentionCase:
-    """A batch of `batch` sequences of `context` tokens, the last `length` of which are queries."""
+class Prepared:
+    """The inputs are there. `run` computes the whole; the others the part that is compared."""
 
+    run: Callable[[], mx.array]
+    ours: Callable[[], mx.array]
+    plain: Callable[[], mx.array]  # by MLX's own operations, in the same dtype
+    exact: Callable[[], mx.array]  # by the reference, in float32
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    operation: str  # as `dispatch` knows it
     name: str
-    batch: int
-    context: int
-    heads: int = 32
-    kv_heads: int = 8
-    head_dim: int = 128
-    length: int = 1
-    dtype: mx.Dtype = mx.bfloat16
-    block_size: int = 16
-    window: int | None = None
-
-    @property
-    def bytes(self) -> int:
-        """What has to be read at the least: the keys and values that some query sees."""
-        seen = min(self.context, (self.window or self.context) + self.length - 1)
-        return 2 * self.batch * seen * self.kv_heads * self.head_dim * self.dtype.size
+    bytes: int  # that have to be read and written at the least
+    prepare: Callable[[], Prepared]
 
 
 @dataclass(frozen=True, slots=True)
 class Measurement:
     """What a case took. Errors are the largest absolute difference from the reference in float32."""
 
-    case: AttentionCase
+    operation: str
+    name: str
     body: str
     seconds: float
-    gbytes_per_second: float
+    bytes_per_second: float
     share: float  # of the bandwidth that a copy reaches here
     error: float
     plain_error: float
@@ -50,66 +46,170 @@ class Measurement:
     @property
     def sound(self) -> bool:
         """At most twice as far off as MLX's own operations in the same dtype."""
-        return self.error <= max(2 * self.plain_error, 2e-6)
+        return self.error <= max(2 * self.plain_error, EXACT_ENOUGH)
 
 
-CASES: tuple[AttentionCase, ...] = (
-    AttentionCase("32 x 8192, 32/8 heads of 128", 32, 8192),
-    AttentionCase("1 x 65536, 32/8 heads of 128", 1, 65536),
-    AttentionCase("8 x 2048, 32/8 heads of 128", 8, 2048),
-    AttentionCase("1 x 2048, 32/8 heads of 128", 1, 2048),
-    AttentionCase("32 x 512, 16/8 heads of 128", 32, 512, heads=16),
-    AttentionCase("32 x 8192, 64/8 heads of 64", 32, 8192, heads=64, head_dim=64),
-    AttentionCase("16 x 8192, 16/8 heads of 256", 16, 8192, heads=16, head_dim=256),
-    AttentionCase("32 x 8192, window 1024", 32, 8192, window=1024),
-    AttentionCase("8 x 8192, 4 queries each", 8, 8192, length=4),
-)
+def measure(cases: Sequence[Case] | None = None, bandwidth: float | None = None) -> Iterator[Measurement]:
+    """Runs each case (None: those of this platform) with the body that `dispatch` chooses.
+
+    bandwidth    in bytes a second; None: measured first
+    """
+    bandwidth = bandwidth or copy_bandwidth()
+    for case in default_cases() if cases is None else cases:
+        work = case.prepare()
+        exact = work.exact()
+        errors = distance(work.ours(), exact), distance(work.plain(), exact)
+        del exact
+        seconds = seconds_per_call(work.run)
+        speed = case.bytes / seconds
+        body = dispatch.body(case.operation)
+        yield Measurement(case.operation, case.name, body, seconds, speed, speed / bandwidth, *errors)
 
 
-@dataclass(frozen=True, slots=True)
-class Inputs:
-    queries: mx.array
-    key_pool: mx.array
-    value_pool: mx.array
-    block_tables: mx.array
-    lengths: mx.array
-    options: dict[str, Any] = field(default_factory=dict)
-
-    def attend(self) -> mx.array:
-        return _attend(self.options)(self.queries, self.key_pool, self.value_pool, self.block_tables, self.lengths)
-
-    def compiled(self) -> Callable[[], mx.array]:
-        """`attend` as part of a compiled step, where Python's own time does not count."""
-        call = mx.compile(_attend(self.options))
-        return lambda: call(self.queries, self.key_pool, self.value_pool, self.block_tables, self.lengths)
-
-    def first(self, rows: int) -> "Inputs":
-        cut = (self.queries[:rows], self.key_pool, self.value_pool, self.block_tables[:rows], self.lengths[:rows])
-        return Inputs(*cut, self.options)
-
-
-def _attend(options: dict[str, Any]) -> Callable[..., mx.array]:
-    def attend(queries: mx.array, *pools: mx.array) -> mx.array:
-        return paged_attention(queries, *pools, scale=queries.shape[-1] ** -0.5, **options)
-
-    return attend
+def default_cases() -> list[Case]:
+    """The cases for this platform: what its kernels are for, as large as they get."""
+    if dispatch.platform() == "cpu":
+        return [
+            attention("1 x 2048, 9/3 heads of 64", 1, 2048, heads=9, kv_heads=3, head_dim=64, dtype=mx.float32),
+            attention("8 x 1024, 32/8 heads of 128", 8, 1024, dtype=mx.float32),
+        ]
+    cases = [
+        attention("32 x 8192, 32/8 heads of 128", 32, 8192),
+        attention("1 x 65536, 32/8 heads of 128", 1, 65536),
+        attention("8 x 2048, 32/8 heads of 128", 8, 2048),
+        attention("1 x 2048, 32/8 heads of 128", 1, 2048),
+        attention("32 x 512, 16/8 heads of 128", 32, 512, heads=16),
+        attention("32 x 8192, 64/8 heads of 64", 32, 8192, heads=64, head_dim=64),
+        attention("16 x 8192, 16/8 heads of 256", 16, 8192, heads=16, head_dim=256),
+        attention("32 x 8192, window 1024", 32, 8192, window=1024),
+        attention("8 x 8192, 4 queries each", 8, 8192, length=4),
+    ]
+    if dispatch.platform() == "cuda":
+        cases += [quantised("4096 x 12288, 4 bits", rows) for rows in (1, 4, 16, 32)]
+        cases += [delta("32 heads of 128 x 128", 1, 512), delta("32 heads of 128 x 128", 32, 1)]
+        cases += [space("64 heads of 64 x 128", 32)]
+    return cases
 
 
-def make_inputs(case: AttentionCase) -> Inputs:
-    """Random pools, blocks in random order."""
-    blocks = -(-case.context // case.block_size)
-    pool = (case.batch * blocks + 1, case.block_size, case.kv_heads, case.head_dim)
-    tables = mx.random.permutation(case.batch * blocks).reshape(case.batch, blocks) + 1
-    inputs = Inputs(
-        mx.random.normal((case.batch, case.heads, case.length, case.head_dim)).astype(case.dtype),
-        mx.random.normal(pool, dtype=case.dtype),
-        mx.random.normal(pool, dtype=case.dtype),
-        tables.astype(mx.int32),
-        mx.full((case.batch,), case.context, dtype=mx.int32),
-        {"window": case.window},
-    )
-    mx.eval(inputs.queries, inputs.key_pool, inputs.value_pool, inputs.block_tables, inputs.lengths)
-    return inputs
+def attention(
+    name: str,
+    batch: int,
+    context: int,
+    *,
+    heads: int = 32,
+    kv_heads: int = 8,
+    head_dim: int = 128,
+    length: int = 1,
+    dtype: mx.Dtype = mx.bfloat16,
+    block_size: int = 16,
+    window: int | None = None,
+) -> Case:
+    """Paged attention of the last `length` of `context` tokens in each of `batch` sequences, blocks in random order."""
+    seen = min(context, (window or context) + length - 1)
+    columns = -(-context // block_size)
+
+    def prepare() -> Prepared:
+        pool = (batch * columns + 1, block_size, kv_heads, head_dim)
+        tables = mx.random.permutation(batch * columns).reshape(batch, columns) + 1
+        queries = mx.random.normal((batch, heads, length, head_dim)).astype(dtype)
+        keys, values = (mx.random.normal(pool, dtype=dtype) for _ in range(2))
+        rest = [tables.astype(mx.int32), mx.full((batch,), context, dtype=mx.int32)]
+        scale = head_dim**-0.5
+        mx.eval(queries, keys, values, rest)
+
+        def attend(queries: mx.array, tables: mx.array, lengths: mx.array) -> mx.array:
+            inputs = (queries, keys, values, tables, lengths)
+            return paged_attention.paged_attention(*inputs, scale=scale, window=window)
+
+        def by(body: Callable[..., mx.array], queries: mx.array) -> mx.array:
+            return body(queries, keys, values, few[1], few[2], scale, window, None, None, None)
+
+        few = (queries[:FEW], rest[0][:FEW], rest[1][:FEW])
+        compiled = mx.compile(attend)
+        return Prepared(
+            run=lambda: compiled(queries, *rest),
+            ours=lambda: attend(*few),
+            plain=lambda: by(paged_attention.plain, few[0]),
+            exact=lambda: by(paged_attention.reference, few[0].astype(mx.float32)),
+        )
+
+    return Case("paged_attention", name, 2 * batch * seen * kv_heads * head_dim * dtype.size, prepare)
+
+
+def quantised(name: str, rows: int, width: int = 4096, columns: int = 12288, group_size: int = 64) -> Case:
+    """`rows` rows times a 4-bit matrix."""
+
+    def prepare() -> Prepared:
+        x = mx.random.normal((rows, width)).astype(mx.bfloat16)
+        matrix = mx.quantize(mx.random.normal((columns, width), dtype=mx.bfloat16), group_size, 4)
+        weight, scales, biases = matrix
+        mx.eval(x, matrix)
+
+        def multiply(x: mx.array) -> mx.array:
+            return quantized_rows.quantized_rows(x, weight, scales, biases, group_size=group_size, bits=4)
+
+        def exact() -> mx.array:
+            wide = x.astype(mx.float32)
+            return quantized_rows.reference(wide, weight, scales, biases, group_size=group_size, bits=4)
+
+        compiled = mx.compile(multiply)
+        return Prepared(
+            run=lambda: compiled(x),
+            ours=lambda: multiply(x),
+            plain=lambda: x @ mx.dequantize(weight, scales, biases, group_size=group_size, bits=4).T,
+            exact=exact,
+        )
+
+    size = width * columns // 2 + width * columns // group_size * 4
+    return Case("quantized_rows", f"{rows} x {name}", size, prepare)
+
+
+def delta(name: str, batch: int, tokens: int, key_heads: int = 16, heads: int = 32, size: int = 128) -> Case:
+    """The gated delta rule over `tokens` tokens."""
+
+    def prepare() -> Prepared:
+        q, k = (mx.random.normal((batch, tokens, key_heads, size)) * size**-0.5 for _ in range(2))
+        v, g = mx.random.normal((batch, tokens, heads, size)), mx.random.uniform(0.9, 1.0, (batch, tokens, heads))
+        beta, state = mx.random.uniform(shape=(batch, tokens, heads)), mx.random.normal((batch, heads, size, size))
+        narrow = [part.astype(mx.bfloat16) for part in (q, k, v)]
+        rest = [g, beta, state]
+        mx.eval(narrow, rest)
+        compiled = mx.compile(lambda *inputs: recurrent.gated_delta(*inputs)[0])
+        return Prepared(
+            run=lambda: compiled(*narrow, *rest),
+            ours=lambda: recurrent.gated_delta(*narrow, *rest)[0],
+            plain=lambda: recurrent.gated_delta_reference(*narrow, *rest)[0],
+            exact=lambda: recurrent.gated_delta_reference(*(part.astype(mx.float32) for part in narrow), *rest)[0],
+        )
+
+    moved = 2 * batch * heads * size * size * 4 + 2 * batch * tokens * size * (2 * key_heads + 2 * heads)
+    return Case("gated_delta", f"{batch} x {tokens} tokens, {name}", moved, prepare)
+
+
+def space(name: str, batch: int, heads: int = 64, head_dim: int = 64, state_dim: int = 128, groups: int = 8) -> Case:
+    """One token of Mamba-2's recurrence in each of `batch` sequences."""
+
+    def prepare() -> Prepared:
+        x = mx.random.normal((batch, 1, heads, head_dim))
+        b, c = (mx.random.normal((batch, 1, groups, state_dim)) for _ in range(2))
+        a_log, d, dt = (
+            mx.random.normal((heads,)),
+            mx.random.normal((heads,)),
+            mx.random.uniform(shape=(batch, 1, heads)),
+        )
+        state = mx.random.normal((batch, heads, head_dim, state_dim))
+        wide = [x, a_log, b, c, d, dt, state]
+        narrow = [part.astype(mx.bfloat16) if part is x or part is b or part is c else part for part in wide]
+        mx.eval(narrow)
+        compiled = mx.compile(lambda *inputs: recurrent.state_space_step(*inputs)[1])
+        return Prepared(
+            run=lambda: compiled(*narrow),
+            ours=lambda: recurrent.state_space_step(*narrow)[1],
+            plain=lambda: recurrent.state_space_reference(*narrow)[1],
+            exact=lambda: recurrent.state_space_reference(*(part.astype(mx.float32) for part in narrow))[1],
+        )
+
+    return Case("state_space", f"{batch} x {name}", 2 * batch * heads * head_dim * state_dim * 4, prepare)
 
 
 def seconds_per_call(call: Callable[[], mx.array], at_least: float = 0.1) -> float:
@@ -134,35 +234,9 @@ def copy_bandwidth(size: int = 1 << 30) -> float:
     return 2 * size / seconds_per_call(lambda: -source)
 
 
-def errors(inputs: Inputs) -> tuple[float, float]:
-    """Of the chosen body, and of MLX's own operations in the same dtype."""
-    few = inputs.first(SMALL_BATCH)
-    window = few.options.get("window")
-
-    def by(body: Callable[..., mx.array], queries: mx.array) -> mx.array:
-        scale = queries.shape[-1] ** -0.5
-        pools = (few.key_pool, few.value_pool, few.block_tables, few.lengths)
-        return body(queries, *pools, scale, window, None, None, None)
-
-    exact = by(reference, few.queries.astype(mx.float32))
-    common = by(plain, few.queries)
-    ours = few.attend()
-    return _distance(ours, exact), _distance(common, exact)
-
-
-def measure(cases: Sequence[AttentionCase] = CASES, bandwidth: float | None = None) -> Iterator[Measurement]:
-    """Runs each case with the body that `dispatch` chooses. `bandwidth` in bytes a second; None: measured first."""
-    bandwidth = bandwidth or copy_bandwidth()
-    for case in cases:
-        inputs = make_inputs(case)
-        error, plain_error = errors(inputs)
-        seconds = seconds_per_call(inputs.compiled())
-        speed = case.bytes / seconds
-        body = dispatch.body("paged_attention")
-        yield Measurement(case, body, seconds, speed / 1e9, speed / bandwidth, error, plain_error)
-
-
-def _distance(output: mx.array, exact: mx.array) -> float:
-    largest = mx.abs(output.astype(mx.float32) - exact).max().item()
+def distance(output: mx.array, exact: mx.array) -> float:
+    """The largest absolute difference; infinite where one is not a number."""
+    difference = mx.abs(output.astype(mx.float32) - exact)
+    largest = mx.where(mx.isnan(difference), mx.inf, difference).max().item()
     assert isinstance(largest, float)
     return largest
