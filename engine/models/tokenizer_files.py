@@ -120,7 +120,9 @@ def _id(backend: tokenizers.Tokenizer, text: str | None, fallback: Any) -> int |
 
 
 def _surroundings(backend: tokenizers.Tokenizer) -> tuple[list[int], list[int]]:
-    """What the tokenizer's post-processor puts before and after a text."""
+    """What the tokenizer's post-processor puts before and after a text. Some files pad or cut whatever they are given."""
+    backend.no_padding()
+    backend.no_truncation()
     bare = backend.encode(PROBE, add_special_tokens=False).ids
     full = backend.encode(PROBE, add_special_tokens=True).ids
     for start in range(len(full) - len(bare) + 1):
