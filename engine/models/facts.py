@@ -171,7 +171,8 @@ def _shares(tensors: Mapping[str, Any], quantisation: Mapping[str, Any]) -> list
         start, stop = entry["data_offsets"]
         base, _, kind = name.rpartition(".")
         quantised = f"{base}.scales" in tensors
-        settings = {**quantisation, **(quantisation.get(base) or {})} if quantised else {}
+        own = quantisation.get(base)  # where single matrices are stored in another way
+        settings = {**quantisation, **(own if isinstance(own, dict) else {})} if quantised else {}
         label = _label(settings) if quantised and kind in ("weight", "scales", "biases") else entry["dtype"]
         sizes[label] += stop - start
         if quantised and kind in ("scales", "biases"):

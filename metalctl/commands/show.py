@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from metalctl.app import Invocation, command
+from metalctl.engine.config import EngineConfig
 from metalctl.engine.errors import HubError, ModelNotFoundError, NotCachedError
 from metalctl.models import models_of, short_path
 from metalctl.output import Output, human_bytes
@@ -17,8 +18,6 @@ if TYPE_CHECKING:
     from metalctl.engine.models.facts import Facts
     from metalctl.engine.models.references import Reference
     from metalctl.engine.models.sources.base import ModelSource, Plan, Progress
-
-UTILIZATION = 0.9  # of the memory that is recommended or free, as the engine plans with by default
 
 
 @command("show")
@@ -96,7 +95,7 @@ def _fields(facts: "Facts", format: str, size: int, path: Path | None, revision:
     from metalctl.engine.models.facts import context_that_fits
 
     device = device_memory()
-    usable = int(UTILIZATION * device.recommended)
+    usable = int(EngineConfig().gpu_memory_utilization * device.recommended)
     fields = asdict(facts)
     fields["quantisation"] = [asdict(share) for share in facts.quantisation]
     return {
@@ -122,7 +121,7 @@ def _render(output: Output, fields: dict[str, Any]) -> None:
         ("architecture", fields["architecture"]),
         ("parameters", _count(fields["parameters"])),
         ("size", human_bytes(fields["size"])),
-        ("format", f"{fields['format']}, {fields['bits_per_weight']} bits a weight"),
+        ("format", _format(fields)),
         ("context", f"{fields['context_length']} tokens" if fields["context_length"] else None),
         ("layers", fields["layers"]),
         ("vocabulary", fields["vocabulary"]),
@@ -144,6 +143,11 @@ def _render(output: Output, fields: dict[str, Any]) -> None:
         ],
         right=[1, 2, 3],
     )
+
+
+def _format(fields: dict[str, Any]) -> str:
+    bits = fields["bits_per_weight"]
+    return fields["format"] if bits is None else f"{fields['format']}, {bits} bits a weight"
 
 
 def _verdict(fits: dict[str, Any], most: int | None) -> str:

@@ -12,6 +12,7 @@ from metalctl.engine.errors import StorageError
 from metalctl.engine.models.checkpoint import Checkpoint, Format
 from metalctl.engine.models.references import Reference, Source
 
+REPORT_EVERY = 2**19  # bytes between two calls of `Progress.update`
 SPACE_RESERVE = 256 * 2**20  # bytes of a disk that a download leaves free
 
 

@@ -79,7 +79,7 @@ def short(error: BaseException) -> str:
     if isinstance(error, HfHubHTTPError):
         return f"the hub answered {error.response.status_code}"
     text = next(iter(str(error).strip().splitlines()), "")
-    return text or type(error).__name__
+    return text.rstrip(".") or type(error).__name__
 
 
 def translated(error: BaseException, reference: Reference, cache: Path) -> MetalctlError:
@@ -110,7 +110,7 @@ def translated(error: BaseException, reference: Reference, cache: Path) -> Metal
         case HfHubHTTPError():
             return _answered(error, reference)
         case HFValidationError():
-            return UsageError(f"{name} is no name of a repository on Hugging Face: {short(error)}")
+            return UsageError(f"{name} is no name of a repository on Hugging Face: {short(error)}.")
         case _:
             hint = "Check the connection and HF_ENDPOINT. What was fetched is kept; pull again to go on."
             return HubError(f"Hugging Face could not be reached for {reference}: {short(error)}.", hint)

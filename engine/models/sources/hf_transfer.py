@@ -24,12 +24,11 @@ from huggingface_hub.errors import HTTPError
 from huggingface_hub.utils import WeakFileLock, build_hf_headers, get_session, hf_raise_for_status
 
 from metalctl.engine.errors import HubError
-from metalctl.engine.models.sources.base import Progress
+from metalctl.engine.models.sources.base import REPORT_EVERY, Progress
 from metalctl.engine.models.sources.hf_errors import pause, short
 
 TRIES = 6  # in a row without a single new byte
 CHECK_TRIES = 2
-REPORT_EVERY = 2**19  # bytes between two calls of `Progress.update`
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,6 +24,7 @@ from metalctl.engine.models.checkpoint import Checkpoint
 from metalctl.engine.models.references import DEFAULT_BRANCH, Reference
 from metalctl.engine.models.selection import gguf_models, select
 from metalctl.engine.models.sources.base import (
+    REPORT_EVERY,
     CachedModel,
     Plan,
     PlannedFile,
@@ -278,12 +279,14 @@ class _Counter(ProgressCallback):  # type: ignore[misc]
 
     def __init__(self, filename: str, file_size: int):
         super().__init__(filename, file_size)
-        self._done = 0
+        self._done = self._told = 0
 
     def update(self, size: int) -> None:
         self._done += size
         self.furthest[self.filename] = max(self._done, self.furthest.get(self.filename, 0))
-        self.progress.update(self.filename, self._done, self.file_size)
+        if abs(self._done - self._told) >= REPORT_EVERY or self._done == self.file_size:
+            self._told = self._done
+            self.progress.update(self.filename, self._done, self.file_size)
 
     @classmethod
     def arrived(cls) -> int:

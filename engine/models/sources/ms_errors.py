@@ -42,20 +42,22 @@ def translated(error: BaseException, reference: Reference, cache: Path) -> Metal
             return HubError("ModelScope limits how often this address may ask (429).", f"Try again {when}. {KEPT}")
         case FileIntegrityError():
             hint = "Something between here and the hub changes files, perhaps a proxy or a mirror."
-            return HubError(f"A file of {name} arrived damaged and was not kept: {short(error)}", hint)
+            return HubError(f"A file of {name} arrived damaged and was not kept: {short(error)}.", hint)
         case InvalidParameter():
-            return UsageError(f"ModelScope does not take {reference}: {short(error)}")
+            return UsageError(f"ModelScope does not take {reference}: {short(error)}.")
         case APIError():
             return HubError(f"ModelScope answered {error.status_code} for {reference}.", f"Try again later. {KEPT}")
         case _:
             hint = f"Check the connection and MODELSCOPE_ENDPOINT. {KEPT}"
-            return HubError(f"ModelScope could not be reached for {reference}: {short(error)}", hint)
+            return HubError(f"ModelScope could not be reached for {reference}: {short(error)}.", hint)
 
 
 def short(error: BaseException) -> str:
-    """The first line of what the library says, without its codes."""
-    text = getattr(error, "message", "") or next(iter(str(error).splitlines()), "") or type(error).__name__
-    return re.sub(r"^(\[\w+\] )+", "", str(text))
+    """The core of what the library says: the system's own words if they are in it, else its first line."""
+    text = str(getattr(error, "message", "") or next(iter(str(error).splitlines()), "") or type(error).__name__)
+    if cause := re.search(r"\[Errno -?\d+\] [^'\")]+|[Rr]ead timed out|[Nn]ame resolution", text):
+        return cause[0]
+    return re.sub(r"^(\[\w+\] )+", "", text).rstrip(".")
 
 
 def _missing(error: NotExistError, reference: Reference) -> ModelNotFoundError:

@@ -134,6 +134,25 @@ def test_a_branch_that_moved_is_fetched_again(hub: Hub, source: Any, heard: Hear
     assert {file.name: file.read_bytes() for file in found.files} == {name: new[name] for name in MLX_FILES}
 
 
+def test_a_branch_that_moves_between_plan_and_fetch_is_fetched_as_it_is_then(
+    hub: Hub, source: Any, heard: Heard
+) -> None:
+    repository = hub.repository("o/mlx")
+    repository.commit(mlx_repository(seed=1))
+    plan = source.plan(named(source, name="o/mlx"), heard)
+    if isinstance(source, HuggingFace):
+        new = mlx_repository(seed=2)
+        repository.commit(new)
+        found = source.fetch(plan, heard)
+        assert {file.name: file.read_bytes() for file in found.files} == {name: new[name] for name in MLX_FILES}
+    else:  # ModelScope's branches are planned by hash: what is not what was planned is refused
+        repository.commit({**mlx_repository(seed=2), "tokenizer.json": b"[]"})
+        with pytest.raises(HubError):
+            source.fetch(plan, heard)
+        with pytest.raises(IncompleteModelError):
+            source.find(named(source, name="o/mlx"))
+
+
 def test_a_moved_branch_that_was_half_fetched_does_not_look_whole(hub: Hub, source: Any, heard: Heard) -> None:
     repository = hub.repository("o/mlx")
     repository.commit(mlx_repository(seed=1))
