@@ -71,7 +71,7 @@ def default_cases() -> list[Case]:
     if dispatch.platform() == "cpu":
         return [
             attention("1 x 2048, 9/3 heads of 64", 1, 2048, heads=9, kv_heads=3, head_dim=64, dtype=mx.float32),
-            attention("8 x 1024, 32/8 heads of 128", 8, 1024, dtype=mx.float32),
+            attention("4 x 512, 32/8 heads of 128", 4, 512, dtype=mx.float32),
         ]
     cases = [
         attention("32 x 8192, 32/8 heads of 128", 32, 8192),
