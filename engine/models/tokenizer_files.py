@@ -120,7 +120,7 @@ def _id(backend: tokenizers.Tokenizer, text: str | None, fallback: Any) -> int |
 
 
 def _surroundings(backend: tokenizers.Tokenizer) -> tuple[list[int], list[int]]:
-    """What the tokenizer's post-processor puts before and after a text. Some files pad or cut whatever they are given."""
+    """What the tokenizer's post-processor puts before and after a text; some files would pad or cut it, too."""
     backend.no_padding()
     backend.no_truncation()
     bare = backend.encode(PROBE, add_special_tokens=False).ids
