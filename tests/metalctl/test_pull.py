@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from loopback_hub import Content, Hub, running_hub
+from terminal import Terminal
 from tiny_repositories import SHARDS, gguf_file, gguf_repository, mlx_repository
 from tiny_wheels import wheel
 
@@ -256,6 +257,17 @@ def test_rm_shows_asks_and_deletes(hf: Hub, run: Run, capsys: pytest.CaptureFixt
     assert main(["rm", "o/gguf", "--yes"]) == 0
     assert "o/gguf:Q4_0" in capsys.readouterr().err
     assert run("rm", "o/gguf", "-y")[0] == 3
+
+
+@pytest.mark.parametrize(("answer", "stays"), [("n", True), ("y", False)])
+def test_rm_asks_on_a_terminal(hf: Hub, run: Run, answer: str, stays: bool) -> None:
+    hf.repository("o/gguf").commit(gguf_repository())
+    run("pull", "o/gguf:Q8_0")
+    with Terminal([sys.executable, "-m", "metalctl", "rm", "o/gguf"], dict(os.environ)) as terminal:
+        terminal.expect("Delete 1 model")
+        terminal.type(f"{answer}\r")
+        assert terminal.wait() == (1 if stays else 0)
+    assert (run("pull", "o/gguf:Q8_0", "--offline")[0] == 0) == stays
 
 
 def test_rm_leaves_paths_alone(run: Run, tmp_path: Path) -> None:
