@@ -2,8 +2,8 @@
 
 MLX's affine layout holds groups of 32, 64 or 128 values of 2, 3, 4, 5, 6 or 8 bits, each with a scale and an offset.
 Most block types are such groups in another order: they are repacked, and no value changes. Types with groups of 16 have
-two scales where MLX has one: such a group takes 8 bits in steps of a fraction of the larger scale, so that values under
-that scale stay exact and the others are rounded. With precision "exact" they become floating-point numbers instead.
+two scales where MLX has one, and some have values at uneven distances: these are rounded, in steps so fine that the
+error is small beside that of the type itself. With precision "exact" they take more bits, or become floating-point.
 """
 
 import os
@@ -75,24 +75,30 @@ def _affine(unpacker: Callable[[Bytes], Unpacked], bits: int, blocks: Bytes) -> 
     return pack_bits(q, bits), scales, offsets
 
 
-def _merge_groups(unpacker: Callable[[Bytes], Unpacked], steps: int, blocks: Bytes) -> tuple[Bytes, Floats, Floats]:
-    """Groups of 16 without offsets, two by two in units of 1 / `steps` of the larger scale."""
+def _merge_groups(
+    unpacker: Callable[[Bytes], Unpacked], step: float, centre: float, bits: int, blocks: Bytes
+) -> tuple[Bytes, Floats, Floats]:
+    """Integers around zero in groups of 16 (or 32), two groups in one unit: `step` times the larger scale."""
     q, scales, _ = unpacker(blocks)
-    pairs = scales.reshape(-1, 2)
-    larger = np.where(np.abs(pairs[:, :1]) >= np.abs(pairs[:, 1:]), pairs[:, :1], pairs[:, 1:])
-    unit = larger / np.float32(steps)
-    return _recoded(q, _ratio(pairs, unit), np.full_like(pairs, 128), unit, -128 * unit, len(blocks))
+    pairs = np.repeat(scales, 2, axis=1) if 32 * scales.size == q.size else scales
+    pairs = pairs.reshape(-1, 2)
+    larger = np.where(np.abs(pairs[:, 0]) >= np.abs(pairs[:, 1]), pairs[:, 0], pairs[:, 1])[:, None]
+    unit = larger * np.float32(step)
+    starts = np.full_like(pairs, centre)
+    return _recoded(q, bits, _ratio(pairs, unit), starts, unit, np.float32(-centre) * unit, len(blocks))
 
 
-def _refit_groups(unpacker: Callable[[Bytes], Unpacked], top: int, blocks: Bytes) -> tuple[Bytes, Floats, Floats]:
-    """Groups of 16 of integers up to `top` with offsets, two by two in 255 steps over all values that they can have."""
+def _refit_groups(
+    unpacker: Callable[[Bytes], Unpacked], top: int, bits: int, blocks: Bytes
+) -> tuple[Bytes, Floats, Floats]:
+    """Integers up to `top` in groups of 16 with offsets, two groups in equal steps over all values they can have."""
     q, scales, offsets = unpacker(blocks)
     pairs, starts = scales.reshape(-1, 2), offsets.reshape(-1, 2)
     stops = starts + np.float32(top) * pairs
     least, most = np.minimum(starts, stops), np.maximum(starts, stops)
     offset = np.minimum(least[:, 0], least[:, 1])[:, None]
-    unit = (np.maximum(most[:, 0], most[:, 1])[:, None] - offset) / np.float32(255)
-    return _recoded(q, _ratio(pairs, unit), _ratio(starts - offset, unit), unit, offset, len(blocks))
+    unit = (np.maximum(most[:, 0], most[:, 1])[:, None] - offset) / np.float32((1 << bits) - 1)
+    return _recoded(q, bits, _ratio(pairs, unit), _ratio(starts - offset, unit), unit, offset, len(blocks))
 
 
 def _ratio(values: Floats, unit: Floats) -> Floats:
@@ -101,14 +107,14 @@ def _ratio(values: Floats, unit: Floats) -> Floats:
 
 
 def _recoded(
-    q: Integers, ratios: Floats, starts: Floats, unit: Floats, offset: Floats, blocks: int
+    q: Integers, bits: int, ratios: Floats, starts: Floats, unit: Floats, offset: Floats, blocks: int
 ) -> tuple[Bytes, Floats, Floats]:
     """Pairs of groups of 16 in one unit: the codes are q * ratio + start, rounded."""
     codes = q.reshape(-1).astype(np.float32)
     codes *= np.repeat(ratios.reshape(-1), 16)
     codes += np.repeat(starts.reshape(-1) + np.float32(0.5), 16)
-    codes = np.clip(codes, 0, 255, out=codes).astype(np.uint8)
-    return codes.reshape(blocks, -1), unit.reshape(blocks, -1), offset.reshape(blocks, -1)
+    codes = np.clip(codes, 0, (1 << bits) - 1, out=codes).astype(np.uint8)
+    return pack_bits(codes.reshape(blocks, -1), bits), unit.reshape(blocks, -1), offset.reshape(blocks, -1)
 
 
 def _mxfp4(blocks: Bytes) -> tuple[Bytes, Bytes, None]:
@@ -125,8 +131,8 @@ def _exact(unpacker: Callable[[Bytes], Unpacked], bits: int, group_size: int = 3
     return Format(partial(_affine, unpacker, bits), bits, group_size)
 
 
-def _merged(unpacker: Callable[[Bytes], Unpacked], steps: int) -> Format:
-    return Format(partial(_merge_groups, unpacker, steps), 8, exact=False)
+def _merged(unpacker: Callable[[Bytes], Unpacked], step: float, centre: float, bits: int) -> Format:
+    return Format(partial(_merge_groups, unpacker, step, centre, bits), bits, exact=False)
 
 
 FORMATS: dict[GGMLQuantizationType, Format] = {
@@ -143,17 +149,24 @@ FORMATS: dict[GGMLQuantizationType, Format] = {
     Type.IQ4_NL: _exact(unpack.iq4_nl, 8),
     Type.IQ4_XS: _exact(unpack.iq4_xs, 8),
     Type.IQ3_S: _exact(unpack.iq3_s, 4),
-    Type.IQ3_XXS: _exact(unpack.iq3_xxs, 8),
-    Type.IQ2_XXS: _exact(unpack.iq2_xxs, 8),
     Type.IQ1_S: _exact(unpack.iq1_s, 2),
-    Type.Q6_K: _merged(unpack.q6_k, 4),
-    Type.Q3_K: _merged(unpack.q3_k, 32),
-    Type.IQ2_XS: _merged(unpack.iq2_xs, 2),
-    Type.IQ2_S: _merged(unpack.iq2_s, 2),
-    Type.IQ1_M: _merged(unpack.iq1_m, 14),
-    Type.Q2_K: Format(partial(_refit_groups, unpack.q2_k, 3), 8, exact=False),
+    Type.Q6_K: _merged(unpack.q6_k, 1 / 4, 128, 8),
+    Type.Q3_K: _merged(unpack.q3_k, 1 / 4, 16, 5),
+    Type.Q2_K: Format(partial(_refit_groups, unpack.q2_k, 3, 4), 4, exact=False),
+    # Lattices that are nearly even: 4, 12, 20 ... 62, then 8, 25, 43, then 7, 8, 9 on both sides of zero.
+    Type.IQ3_XXS: _merged(unpack.iq3_xxs, 8.1, 7.5, 4),
+    Type.IQ2_XXS: _merged(unpack.iq2_xxs, 5.68, 7.5, 4),
+    Type.IQ2_XS: _merged(unpack.iq2_xs, 5.68, 7.5, 4),
+    Type.IQ2_S: _merged(unpack.iq2_s, 5.68, 7.5, 4),
+    Type.IQ1_M: _merged(unpack.iq1_m, 1.2, 7.5, 4),
     Type.MXFP4: Format(_mxfp4, 4, mode="mxfp4"),
     Type.NVFP4: Format(_nvfp4, 4, 16, mode="nvfp4"),
+}
+
+# What precision "exact" takes instead; of other types that FORMATS rounds it makes floating-point numbers.
+EXACT_FORMATS: dict[GGMLQuantizationType, Format] = {
+    Type.IQ3_XXS: _exact(unpack.iq3_xxs, 8),
+    Type.IQ2_XXS: _exact(unpack.iq2_xxs, 8),
 }
 
 FLOATS: dict[GGMLQuantizationType, Any] = {
@@ -176,7 +189,9 @@ def check_type(tensor: str, kind: GGMLQuantizationType) -> None:
 def quantised_format(kind: GGMLQuantizationType, precision: Precision) -> Format | None:
     """How a matrix of this type is held; None: as floating-point numbers."""
     chosen = FORMATS.get(kind)
-    return None if chosen is None or (precision == "exact" and not chosen.exact) else chosen
+    if precision == "size" or chosen is None or chosen.exact:
+        return chosen
+    return EXACT_FORMATS.get(kind)
 
 
 def explain(kind: GGMLQuantizationType, precision: Precision = "size") -> str:
@@ -192,9 +207,8 @@ def explain(kind: GGMLQuantizationType, precision: Precision = "size") -> str:
     return f"{how}{' as' if chosen.exact else ''} {chosen.bits} bits in groups of {chosen.group_size}"
 
 
-def pack(tensor: str, rows: Bytes, kind: GGMLQuantizationType) -> Packed:
+def pack(tensor: str, rows: Bytes, kind: GGMLQuantizationType, chosen: Format) -> Packed:
     """Repacks rows of blocks, uint8 [..., bytes of a row]. Raises CheckpointError where a scale is not finite."""
-    chosen = FORMATS[kind]
     block, block_bytes = GGML_QUANT_SIZES[kind]
     blocks = rows.reshape(-1, block_bytes)
     count = len(blocks)

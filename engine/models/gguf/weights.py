@@ -62,7 +62,7 @@ def build_model(header: Header, parts: list[tuple[Path, Header]], dtype: mx.Dtyp
     for target, pieces in plan.items():
         path = target.removesuffix(".weight")
         if path in formats:
-            weights += _quantised(target, path, pieces, config, dtype)
+            weights += _quantised(path, pieces, formats[path], config, dtype)
         else:
             weights.append((target, _floating(pieces, config, shapes[target], dtype if keep(target) else mx.float32)))
         mx.eval([array for _, array in weights[-3:]])
@@ -162,10 +162,10 @@ def _some(names: list[str], most: int = 5) -> str:
 
 
 def _quantised(
-    target: str, path: str, pieces: list[Piece], config: Config, dtype: mx.Dtype
+    path: str, pieces: list[Piece], chosen: quants.Format, config: Config, dtype: mx.Dtype
 ) -> Iterator[tuple[str, mx.array]]:
     rows = [_arranged(piece, map_tensor(piece.path, piece.info), config) for piece in pieces]
-    packed = quants.pack(target, _joined(rows), pieces[0].info.type)
+    packed = quants.pack(pieces[0].info.name, _joined(rows), pieces[0].info.type, chosen)
     yield f"{path}.weight", mx.array(packed.weight)
     if packed.biases is None:
         yield f"{path}.scales", mx.array(packed.scales)
@@ -223,7 +223,7 @@ def _notes(
     rounded = sorted({plan[f"{path}.weight"][0].info.type.name for path, f in formats.items() if not f.exact})
     if rounded:
         notes.append(
-            f"Tensors stored as {', '.join(rounded)} are rounded to 8 bits in groups of 32; "
-            "the precision 'exact' keeps them, as floating-point numbers."
+            f"Tensors stored as {', '.join(rounded)} are rounded, for MLX has no such type; "
+            "the precision 'exact' keeps their values and takes more memory."
         )
     return notes
