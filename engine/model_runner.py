@@ -7,7 +7,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from metalctl.engine.cache import forward
-from metalctl.engine.cache.batching import decodes_as_batch
+from metalctl.engine.cache.batching import batch_mask_axes
 from metalctl.engine.cache.block_manager import BlockManager
 from metalctl.engine.cache.cache_set import CacheSet
 from metalctl.engine.cache.forward import Forward
@@ -52,7 +52,10 @@ class ModelRunner:
         self.blocks = blocks
         self.sampler = sampler
         self.caches = CacheSet(layout, blocks.block_size)
-        self.decodes_as_batch = decodes_as_batch(model, layout)
+        axes = batch_mask_axes(model, layout)
+        self.decodes_as_batch = axes is not None
+        if axes is not None:
+            self.caches.use_mask_axes(axes)
         self._has_states = layout.has_states
         self._last_rows = LastRows(model)
         compiles = dispatch.platform() != "cpu" if compile_decode is None else compile_decode

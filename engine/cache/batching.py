@@ -1,7 +1,8 @@
 """What a model's code can do, tried out and not assumed: continue what was begun, and step a batch.
 
-Some models compute attention by hand and broadcast the mask of a batch along the wrong axis, need the position as one
-number, or take positions from the length of the keys, which in a batch includes padding. They are stepped row by row.
+Some models need the position as one number, or take positions from the length of the keys, which in a batch includes
+padding: they are stepped row by row. Some compute attention by hand with an axis for the queries that share a key, and
+need an axis more in the mask of a batch.
 """
 
 import mlx.core as mx
@@ -12,6 +13,7 @@ from metalctl.engine.cache.block_manager import BlockTable, StateCopy
 from metalctl.engine.cache.block_pool import NULL
 from metalctl.engine.cache.cache_set import CacheSet
 from metalctl.engine.cache.layout import CacheLayout, KVLayer
+from metalctl.engine.cache.paged_kv import MASK_AXES
 from metalctl.engine.errors import UnsupportedModelError
 
 _BLOCK = 8  # tokens in a block here
@@ -21,25 +23,35 @@ _NEXT = 5
 _ROUNDING = 0.05  # of the largest logit: what a narrow dtype may differ by; a wrong position differs by more
 
 
-def decodes_as_batch(model: nn.Module, layout: CacheLayout) -> bool:
-    """Whether the model can step several sequences of different lengths at once: a step of a batch builds, and a
-    padded row of one brings what the row alone does.
+def batch_mask_axes(model: nn.Module, layout: CacheLayout) -> int | None:
+    """How many axes the mask of a batch has to have for this model; None if it cannot step several sequences of
+    different lengths at once: if no step of a batch builds, or a padded row of one does not bring what the row alone
+    does.
 
     Raises UnsupportedModelError for a model that reads a prompt differently when it is cut: its tokens see later ones.
     """
     _check_causal(model, layout)
     if not layout.shares_prefixes:
-        return False
+        return None
     if any(isinstance(leaf, KVLayer) and leaf.value_shape[1] == 0 for leaf in layout.leaves):
-        return False  # keys without values: an index over blocks of keys, cut and placed by the padded length
-    return _builds(model, layout) and _agrees(model, layout)
+        return None  # keys without values: an index over blocks of keys, cut and placed by the padded length
+    tried = (
+        axes for axes in (MASK_AXES, MASK_AXES + 1) if _builds(model, layout, axes) and _agrees(model, layout, axes)
+    )
+    return next(tried, None)
 
 
-def _builds(model: nn.Module, layout: CacheLayout) -> bool:
+def decodes_as_batch(model: nn.Module, layout: CacheLayout) -> bool:
+    """Whether there is such a mask."""
+    return batch_mask_axes(model, layout) is not None
+
+
+def _builds(model: nn.Module, layout: CacheLayout, axes: int) -> bool:
     """With a batch size that divides, and is divided by, no count of heads, so that nothing broadcasts by accident."""
     heads = {leaf.key_shape[0] for leaf in layout.leaves if isinstance(leaf, KVLayer)} - {1}
     batch = next(size for size in (7, 11, 13, 17, 19) if all(size % count and count % size for count in heads))
     caches = _caches(layout, 1)
+    caches.use_mask_axes(axes)
     rows = [[BlockTable(0, [NULL]) for _ in layout.groups] for _ in range(batch)]
     step = forward.batch(layout.groups, rows, _BLOCK, [5] * batch, [NULL] * batch if layout.has_states else None)
     try:
@@ -49,10 +61,11 @@ def _builds(model: nn.Module, layout: CacheLayout) -> bool:
     return logits.shape[:2] == (batch, 1)
 
 
-def _agrees(model: nn.Module, layout: CacheLayout) -> bool:
+def _agrees(model: nn.Module, layout: CacheLayout, axes: int) -> bool:
     """Read two short prompts, then step both as a batch with much padding, and each by itself from the same state."""
     count = len(_PROMPTS)
     caches = _caches(layout, 1 + 2 * count)
+    caches.use_mask_axes(axes)
     for row, prompt in enumerate(_PROMPTS):
         _read(model, layout, caches, row + 1, 0, prompt)
     caches.copy([StateCopy(row + 1, count + row + 1) for row in range(count)])

@@ -34,6 +34,11 @@ class CacheSet:
     def nbytes(self) -> int:
         return sum(cache.nbytes for cache in self._all)
 
+    def use_mask_axes(self, axes: int) -> None:
+        """Give the mask of a batch so many axes (see `batching`)."""
+        for cache in self.kv:
+            cache.mask_axes = axes
+
     def call(self, model: nn.Module, tokens: mx.array, step: Forward) -> mx.array:
         """`model(tokens)` with each layer's past: logits `[B, L or 1, V]`, lazy. `tokens` is int32 `[B, L]`."""
         for cache in self._all:

@@ -8,6 +8,7 @@ from metalctl.engine.cache.forward import Forward, GroupContext, Paged
 from metalctl.engine.cache.layout import KVLayer
 
 Mask = mx.array | str | None
+MASK_AXES = 4  # of a batch's mask: [B, heads, L, S]
 
 
 class PagedKVCache(_BaseCache):  # type: ignore[misc]
@@ -22,6 +23,7 @@ class PagedKVCache(_BaseCache):  # type: ignore[misc]
     def __init__(self, layer: KVLayer, block_size: int):
         self.layer = layer
         self.block_size = block_size
+        self.mask_axes = MASK_AXES
         self.clear()
         self._forward: Forward | None = None
         self._written: tuple[mx.array, mx.array] | None = None
@@ -82,7 +84,8 @@ class PagedKVCache(_BaseCache):  # type: ignore[misc]
         assert forward is not None
         window = min(filter(None, (window_size, context.window)), default=None)
         if forward.is_batch:
-            return self._given(_narrowed(context, forward, window_size), window)
+            mask = _narrowed(context, forward, window_size)
+            return self._given(mask.reshape(-1, *[1] * (self.mask_axes - 2), mask.shape[-1]), window)
         offset = int(forward.offset) - context.start  # type: ignore[arg-type]
         if window is not None and offset + N > window:
             return self._given(create_causal_mask(N, offset, window_size=window), window)
@@ -160,10 +163,9 @@ class PagedKVCache(_BaseCache):  # type: ignore[misc]
 
     # -- inner
 
-    def _given(self, mask: mx.array | None, window: int | None) -> mx.array | None:
+    def _given(self, mask: mx.array, window: int | None) -> mx.array:
         assert self._forward is not None
-        if mask is not None:
-            self._forward.masks.append((mask, window))
+        self._forward.masks.append((mask, window))
         return mask
 
     @property
@@ -199,8 +201,9 @@ def _extended(pool: mx.array, missing: int) -> mx.array:
     return mx.concatenate([pool, mx.zeros((missing, *pool.shape[1:]), pool.dtype)])
 
 
-def _narrowed(context: GroupContext, forward: Forward, window_size: int | None) -> mx.array | None:
+def _narrowed(context: GroupContext, forward: Forward, window_size: int | None) -> mx.array:
     """The batch's mask, narrowed where the model asks for a window of its own on a layer that keeps everything."""
+    assert context.mask is not None
     if window_size is None or (context.window is not None and context.window <= window_size):
         return context.mask
     position = mx.arange(context.length, dtype=mx.int32)

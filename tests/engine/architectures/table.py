@@ -22,9 +22,10 @@ INTRODUCTION = """\
 Every architecture of mlx-lm {version}, and whether metalctl computes what mlx-lm computes.
 
 *Matches* means: a tiny float32 model of the architecture, with no weight at a neutral value, brings the same 16 greedy
-tokens through the whole engine as by itself with mlx-lm's own cache, and logits within 2e-5 of the largest: for prompts
-that are read in one go, for prompts that are cut at places that fit no block, for a batch of three lengths, and for a
-prompt that is read while others decode.
+tokens through the whole engine as by itself with mlx-lm's own cache, and logits within 2e-5 of the largest (or, where
+a model differs from itself by more when it reads the same tokens in one go, within twice that): for prompts that are
+read in one go, for prompts that are cut at places that fit no block, for a batch of three lengths, and for a prompt
+that is read while others decode.
 
 *Keeps* says what a sequence takes from step to step: keys and values of all its tokens or of those in a window,
 states of fixed size. *Decodes* says whether several sequences are stepped as one batch; *one by one* is right but

@@ -14,7 +14,7 @@ from metalctl.kernels import dispatch
 from tests.engine.architectures import matching, table, zoo
 
 INSTALLED = set(zoo.modules())
-NAMES = sorted(name for name in zoo.CONFIGS if zoo.module_of(name) in INSTALLED)
+NAMES = [name for name in zoo.RUNNABLE if zoo.module_of(name) in INSTALLED]
 
 
 @pytest.fixture(autouse=True)
@@ -25,7 +25,7 @@ def without_compiling() -> Iterator[None]:
     mx.enable_compile()
 
 
-@pytest.mark.parametrize("name", [name for name in NAMES if name not in zoo.REFUSED])
+@pytest.mark.parametrize("name", NAMES)
 def test_architecture_matches(name: str) -> None:
     model = zoo.build(name)
     reference = matching.reference_of(name, model)
@@ -38,7 +38,7 @@ def test_architecture_matches(name: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [name for name in NAMES if name not in zoo.REFUSED])
+@pytest.mark.parametrize("name", NAMES)
 def test_architecture_matches_as_on_a_gpu(name: str) -> None:
     model = zoo.build(name)
     reference = matching.reference_of(name, model)

@@ -118,7 +118,7 @@ def test_a_window_narrower_by_one_is_noticed(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_padding_that_is_seen_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(batching, "_agrees", lambda model, layout: True)
+    monkeypatch.setattr(batching, "_agrees", lambda model, layout, axes: True)
     monkeypatch.setattr(paged_kv, "_narrowed", lambda context, forward, window: mx.ones_like(context.mask))
     assert mismatches("qwen3")
 
@@ -152,7 +152,7 @@ def test_a_state_that_leaks_between_rows_is_noticed(monkeypatch: pytest.MonkeyPa
         if forward is not None and forward.batch_size > 1:
             self.view.cache = [None if a is None else mx.broadcast_to(a[:1], a.shape) for a in self.view.cache]
 
-    monkeypatch.setattr(batching, "_agrees", lambda model, layout: True)
+    monkeypatch.setattr(batching, "_agrees", lambda model, layout, axes: True)
     monkeypatch.setattr(RecurrentState, "begin", leaking)
     assert mismatches("mamba2")
 

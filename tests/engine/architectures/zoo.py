@@ -34,6 +34,8 @@ REPAIRED = {
     "plamo3": "mlx-lm's own cache keeps one token less than its masks let a prompt see; compared with one that has it",
 }
 
+RUNNABLE = sorted(CONFIGS.keys() - REFUSED.keys())
+
 
 def modules() -> list[str]:
     """The modules of the installed mlx-lm that define an architecture."""
