@@ -18,7 +18,7 @@ _OFFLINE = ("METALCTL_OFFLINE", "HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")
 
 
 def offline(asked: bool, settings: Settings, environment: Mapping[str, str] = os.environ) -> Check:
-    """Switches that keep models from being fetched. `asked`: this very command was given `--offline`, or inherits it."""
+    """Switches that keep models from being fetched. `asked`: this command is to open no connection."""
     on = [name for name in _OFFLINE if truthy(environment.get(name))]
     if settings.options.get("offline"):
         on.append(f"offline in {settings.path}")
@@ -45,7 +45,7 @@ def modelscope(settings: Settings) -> Check:
 def _hub(name: str, endpoint: str, variable: str, token: str, default: bool) -> Check:
     shown = f"{endpoint}{' (the default)' if default else ''}, {token}"
     parts = urlsplit(endpoint)
-    if parts.scheme not in ("http", "https") or not parts.hostname:
+    if parts.scheme not in ("http", "https") or not parts.hostname or "//" in parts.path:
         return failure(
             name, f"{variable} is {endpoint!r}, which is no address", f"Unset {variable}, or begin it with https://."
         )
