@@ -95,7 +95,7 @@ def test_quantised_weights_follow_the_wanted_type(tmp_path: Path) -> None:
 
 def test_processor_computes_in_float32_by_default(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_llama(tmp_path / "x.gguf", kind=matrices(Type.F16))
-    monkeypatch.setattr(mx, "default_device", lambda: mx.cpu)
+    monkeypatch.setattr(mx, "default_device", lambda: mx.Device(mx.cpu))
     loaded = load_file(tmp_path / "x.gguf")
     assert {array.dtype for _, array in tree_flatten(loaded.model.parameters())} == {mx.float32}
 
