@@ -23,23 +23,32 @@ from metalctl.kernels.cpu.library import Gate, LibraryError, Turns
 _FLOATS = (mx.float16, mx.bfloat16, mx.float32)
 
 
-def prepare(cache: Path, notice: Callable[[str], None]) -> str:
-    """Load the CPU kernels, compiling them if need be; returns what is active, in one line.
+_reason = "not prepared"  # why there are no kernels
+
+
+def prepare(cache: Path, notice: Callable[[str], None]) -> None:
+    """Load the CPU kernels, compiling them if need be. Does nothing where MLX computes on a GPU.
 
     `notice` is called before something that takes long, and with the reason when there will be no kernels.
     """
+    global _reason
     if mx.default_device() != mx.cpu:
-        return "not needed: this machine computes on its GPU"
+        _reason = "MLX's own: this machine computes on its GPU"
+        return
     # MLX would otherwise run the system's compiler during the first step, or fail where there is none.
     mx.disable_compile()
-    if not library.loaded():
-        try:
-            library.load(build(cache, notice).library)
-        except (BuildError, LibraryError) as error:
-            reason = f"no CPU kernels, models will run slowly: {error}"
-            notice(reason)
-            return reason
-    return library.description()
+    if library.loaded():
+        return
+    try:
+        library.load(build(cache, notice).library)
+    except (BuildError, LibraryError) as error:
+        _reason = f"MLX's own, which are slow on a CPU: {error}"
+        notice(f"The CPU kernels cannot be used, so models will run slowly: {error}.")
+
+
+def status() -> str:
+    """What computes here, in a few words: the instruction set and threads of our kernels, or why not they."""
+    return library.description() if library.loaded() else _reason
 
 
 def accelerate(model: nn.Module) -> list[str]:

@@ -17,6 +17,13 @@ _SYSTEM = ("libopenblas.so.0", "libopenblas.so")
 _BUNDLED = ("opencv_python*.libs/libopenblas*.so*", "opencv_contrib_python*.libs/libopenblas*.so*")
 _ROW_MAJOR, _NO_TRANSPOSE = 101, 111
 
+_active: str | None = None
+
+
+def active() -> str | None:
+    """What `preload` has loaded in this process."""
+    return _active
+
 
 def preload() -> str | None:
     """Load an OpenBLAS for MLX to use; returns its version and file, or None where there is none to load.
@@ -24,6 +31,7 @@ def preload() -> str | None:
     Must be called before anything imports `mlx.core`, and does nothing afterwards. Does nothing either on a Mac or
     where MLX's CPU wheel is not installed. A library that multiplies wrongly on this machine is left out.
     """
+    global _active
     if sys.platform != "linux" or "mlx.core" in sys.modules or not _is_cpu_wheel():
         return None
     for candidate in _candidates():
@@ -35,7 +43,8 @@ def preload() -> str | None:
             ctypes.CDLL(candidate, mode=ctypes.RTLD_GLOBAL)
             if hasattr(library, "openblas_set_num_threads"):
                 library.openblas_set_num_threads(usable_cores())
-            return f"{_version(library)} ({candidate})"
+            _active = f"{_version(library)} ({candidate})"
+            return _active
     return None
 
 
