@@ -11,6 +11,7 @@ using uint = unsigned int;
 #define __launch_bounds__(...)
 #define __restrict__
 #define KERNEL_EMULATOR 1
+#define _Pragma(text)  // nothing is gained from unrolled loops here
 #define METAL_SHARED(name, size, item, alignment)        \
   (static_cast<char*>(({                                 \
     static char key;                                     \

@@ -11,6 +11,7 @@ using ushort = unsigned short;
 using uint = unsigned int;
 using ulong = unsigned long;
 
+#define _Pragma(text)  // nothing is gained from unrolled loops here
 #define kernel
 #define thread
 #ifdef METAL_ADDRESS_SPACES  // compiled for its errors only: pointers to different memories do not mix
