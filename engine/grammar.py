@@ -5,7 +5,7 @@ engine's thread.
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -54,7 +54,39 @@ def regex(pattern: str) -> str:
 
 def lark(definition: str) -> str:
     """A grammar in llguidance's variant of Lark."""
-    return LLMatcher.grammar_from_lark(definition)
+    return json.dumps({"grammars": [{"name": "lark", "lark_grammar": definition}]})
+
+
+@dataclass(frozen=True, slots=True)
+class Marker:
+    """What begins something special in a text: a control token, or with `token_id` None plain characters."""
+
+    text: str
+    token_id: int | None = None
+
+    @property
+    def lark(self) -> str:
+        return json.dumps(self.text) if self.token_id is None else f"<[{self.token_id}]>"
+
+
+def or_marked(grammar: str, marker: Marker) -> str:
+    """Either what the grammar describes, or any text that begins with the marker."""
+    inner = json.loads(grammar)["grammars"][0]
+    definition = f"start: @answer | {marker.lark} REST\nREST: /(.|\\n)*/"
+    return json.dumps({"grammars": [{"name": "main", "lark_grammar": definition}, {**inner, "name": "answer"}]})
+
+
+def text_with(marker: Marker, variants: Sequence[tuple[str, Mapping[str, Any], str]]) -> str:
+    """Any text, in which a marker is always followed by one of the variants: (before, JSON schema, after)."""
+    named = [{"name": f"schema_{i}", **_inner(schema)} for i, (_, schema, _) in enumerate(variants)]
+    bodies = (f"{json.dumps(a)} @schema_{i} {json.dumps(b)}" for i, (a, _, b) in enumerate(variants))
+    opening = f"opening: TEXT {marker.lark}" if marker.token_id is not None else f"opening[lazy]: TEXT {marker.lark}"
+    definition = f"start: (opening body)* ending\nending: TEXT\nTEXT: /(.|\\n)*/\n{opening}\nbody: {' | '.join(bodies)}"
+    return json.dumps({"grammars": [{"name": "main", "lark_grammar": definition}, *named]})
+
+
+def _inner(schema: Mapping[str, Any]) -> dict[str, Any]:
+    return {"json_schema": json.loads(json_schema(schema))["grammars"][0]["json_schema"]}
 
 
 class GrammarCompiler:

@@ -8,7 +8,6 @@ from contextlib import AsyncExitStack, aclosing
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from metalctl.engine import grammar as grammars
 from metalctl.engine.errors import CheckpointError, UsageError
 from metalctl.engine.grammar import Preamble
 from metalctl.engine.sequence import FinishReason, RequestOutput, SamplingParams, TokenLogprobs, Usage
@@ -16,23 +15,12 @@ from metalctl.sampling import sampling_params
 from metalctl.server.chat_format.formats import AnswerParser
 from metalctl.server.chat_format.pieces import Call, Piece, Words
 from metalctl.server.chat_format.plain_tools import describe
+from metalctl.server.chat_format.tool_grammars import AUTO, ToolChoice, grammar_for
 from metalctl.server.errors import bad_request
 from metalctl.server.generation import Generation, Prompt
 from metalctl.server.models import ModelManager, ServedModel
 
 Tool = Mapping[str, Any]  # {"type": "function", "function": {"name", "description", "parameters"}}
-
-
-@dataclass(frozen=True)
-class ToolChoice:
-    """`name` is set with mode "named"."""
-
-    mode: Literal["auto", "none", "required", "named"] = "auto"
-    name: str | None = None
-
-    @property
-    def is_forced(self) -> bool:
-        return self.mode in ("required", "named")
 
 
 @dataclass(frozen=True)
@@ -46,7 +34,7 @@ class ChatTask:
 
     messages: Sequence[Mapping[str, Any]]
     tools: Sequence[Tool] = ()
-    tool_choice: ToolChoice = ToolChoice()
+    tool_choice: ToolChoice = AUTO
     parallel_tool_calls: bool = True
     sampling: Mapping[str, Any] = field(default_factory=dict)
     n: int = 1
@@ -212,7 +200,7 @@ def prepare(model: ServedModel, task: ChatTask) -> _Prepared:
     format_ = model.format
     tools = [] if task.tool_choice.mode == "none" else list(task.tools)
     prompt, ids = _raw(model, task.raw) if task.raw is not None else _rendered(model, task, tools)
-    grammar = _forced_calls(task) if task.tool_choice.is_forced else task.grammar
+    grammar = grammar_for(task.tool_choice, tools, task.parallel_tool_calls, task.grammar, format_)
     params = _params(model, task, len(ids))
     if params.skip_special_tokens and format_.hides_markers(bool(tools)):
         params = replace(params, skip_special_tokens=False)
@@ -289,44 +277,6 @@ def _prompts(model: ServedModel, task: ChatTask, prepared: _Prepared) -> list[Pr
 def _parser(model: ServedModel, task: ChatTask, prompt: str) -> AnswerParser:
     tools = [] if task.tool_choice.mode == "none" else task.tools
     return model.format.parser(prompt, tools, forced=task.tool_choice.is_forced)
-
-
-def _forced_calls(task: ChatTask) -> str:
-    """The grammar of the calls that the request demands."""
-    names = [tool["function"]["name"] for tool in task.tools]
-    if task.tool_choice.name is not None and task.tool_choice.name not in names:
-        raise bad_request(f"tool_choice names {task.tool_choice.name!r}, which is not among the tools.", "tool_choice")
-    if not names:
-        raise bad_request("tool_choice demands a call, but there are no tools.", "tool_choice")
-    wanted = [tool for tool in task.tools if task.tool_choice.name in (None, tool["function"]["name"])]
-    parameters = [tool["function"].get("parameters") or {"type": "object"} for tool in wanted]
-    definitions = {f"tool_{i}": _moved(schema, f"#/$defs/tool_{i}") for i, schema in enumerate(parameters)}
-    call = {"anyOf": [_call_schema(tool["function"]["name"], f"tool_{i}") for i, tool in enumerate(wanted)]}
-    if task.tool_choice.mode == "named" or not task.parallel_tool_calls:
-        return grammars.json_schema({**call, "$defs": definitions})
-    return grammars.json_schema({"type": "array", "items": call, "minItems": 1, "$defs": definitions})
-
-
-def _call_schema(name: str, definition: str) -> dict[str, Any]:
-    return {
-        "type": "object",
-        "properties": {"name": {"const": name}, "arguments": {"$ref": f"#/$defs/{definition}"}},
-        "required": ["name", "arguments"],
-        "additionalProperties": False,
-    }
-
-
-def _moved(schema: Any, root: str) -> Any:
-    """A schema that stands at `root` of another: its references to itself point there."""
-    if isinstance(schema, list):
-        return [_moved(part, root) for part in schema]
-    if not isinstance(schema, dict):
-        return schema
-    moved = {key: _moved(value, root) for key, value in schema.items()}
-    reference = moved.get("$ref")
-    if isinstance(reference, str) and reference.startswith("#"):
-        moved["$ref"] = root + reference[1:]
-    return moved
 
 
 def _for_template(message: Mapping[str, Any], takes_developer: bool) -> dict[str, Any]:

@@ -97,7 +97,7 @@ def prompt(load: Load, index: int) -> str:
 
 
 def summarise(load: Load, samples: Sequence[Sample], elapsed: float) -> Outcome:
-    good = [sample for sample in samples if sample.error is None and sample.arrivals]
+    good = [sample for sample in samples if sample.error is None]
     gaps = [b - a for sample in good for a, b in zip(sample.arrivals, sample.arrivals[1:], strict=False)]
     tokens = sum(sample.tokens for sample in good)
     return Outcome(
@@ -107,7 +107,7 @@ def summarise(load: Load, samples: Sequence[Sample], elapsed: float) -> Outcome:
         elapsed=elapsed,
         output_tokens=tokens,
         output_per_second=tokens / elapsed,
-        time_to_first_token=Spread.of([sample.arrivals[0] for sample in good]),
+        time_to_first_token=Spread.of([sample.arrivals[0] for sample in good if sample.arrivals]),
         between_tokens=Spread.of(gaps),
     )
 

@@ -160,6 +160,49 @@ def test_demanded_call_is_made(client, choice):
     assert (only.function.name, only.function.arguments) == (call.function.name, call.function.arguments)
 
 
+def call_bias(tiny) -> dict[str, float]:
+    """What makes a random model begin a call."""
+    return {str(tiny.model.tokenizer.backend.token_to_id("<tool_call>")): 100.0}
+
+
+def test_strict_tool_keeps_to_its_schema_when_the_model_decides_to_call(tiny, client):
+    tool = {"type": "function", "function": {**WEATHER["function"], "strict": True}}
+    options = {"model": "tiny", "messages": HELLO, "tools": [tool], "max_tokens": 300, "parallel_tool_calls": False}
+    answer = client.chat.completions.create(**options, logit_bias=call_bias(tiny), seed=1)
+    assert answer.choices[0].finish_reason == "tool_calls"
+    (call,) = answer.choices[0].message.tool_calls
+    assert list(json.loads(call.function.arguments)) == ["place"]
+    free = client.chat.completions.create(**{**options, "max_tokens": 30}, seed=1)
+    assert free.choices[0].message.content
+
+
+def test_with_tools_a_structured_answer_may_be_a_call_instead(tiny, client):
+    format_ = {"type": "grammar", "grammar": {"syntax": "regex", "definition": "yes|no"}}
+    options = {"model": "tiny", "messages": HELLO, "tools": [WEATHER], "max_tokens": 20}
+    options["extra_body"] = {"response_format": format_}
+    texts = {client.chat.completions.create(**options, seed=seed).choices[0].message.content for seed in range(8)}
+    assert texts & {"yes", "no"}
+    called = client.chat.completions.create(**options, logit_bias=call_bias(tiny), seed=1)
+    assert called.choices[0].message.content.startswith("<tool_call>")
+
+
+def test_schema_of_a_demanded_call_may_refer_to_itself(client):
+    tree = {"type": "object", "properties": {"left": {"$ref": "#"}, "leaf": {"$ref": "#/$defs/leaf"}},
+            "required": ["leaf"], "additionalProperties": False, "$defs": {"leaf": {"enum": [1, 2]}}}  # fmt: skip
+    tools = [{"type": "function", "function": {"name": name, "parameters": tree}} for name in ("a", "b")]
+    answer = client.chat.completions.create(
+        model="tiny",
+        messages=HELLO,
+        tools=tools,
+        tool_choice="required",
+        parallel_tool_calls=False,
+        max_tokens=900,
+        seed=3,
+    )
+    (call,) = answer.choices[0].message.tool_calls
+    assert json.loads(call.function.arguments)["leaf"] in (1, 2)
+
+
 def test_completion_echo_and_prompt_logprobs(client):
     answer = client.completions.create(model="tiny", prompt="abc", max_tokens=2, echo=True, logprobs=2, seed=1)
     choice = answer.choices[0]

@@ -20,6 +20,7 @@ from metalctl.server.anthropic.types import (
     MessagesRequest,
     TextBlock,
     ThinkingBlock,
+    Tool,
     ToolResultBlock,
     ToolUseBlock,
 )
@@ -64,7 +65,7 @@ def task_of(asked: CountRequest) -> ChatTask:
     format_ = asked.output_config.format if asked.output_config else None
     return ChatTask(
         messages=converted,
-        tools=[_tool(tool.name, tool.description, tool.input_schema) for tool in asked.tools or []],
+        tools=[_tool(tool) for tool in asked.tools or []],
         tool_choice=ToolChoice(_CHOICES[choice.type], choice.name) if choice else ToolChoice(),  # type: ignore[arg-type]
         parallel_tool_calls=not (choice and choice.disable_parallel_tool_use),
         grammar=grammars.json_schema(format_.schema_) if format_ else None,
@@ -96,9 +97,9 @@ def _effort(asked: CountRequest) -> str | None:
     return asked.output_config.effort if asked.output_config else None
 
 
-def _tool(name: str, description: str | None, schema: dict[str, Any]) -> dict[str, Any]:
-    function = {"name": name, "description": description or "", "parameters": schema}
-    return {"type": "function", "function": function}
+def _tool(tool: Tool) -> dict[str, Any]:
+    function = {"name": tool.name, "description": tool.description or "", "parameters": tool.input_schema}
+    return {"type": "function", "function": function | ({"strict": True} if tool.strict else {})}
 
 
 def _converted(message: Message, param: str) -> list[dict[str, Any]]:

@@ -79,7 +79,9 @@ class Tool(Parameters):
     description: str | None = None
     type: Literal["custom"] | None = None
     cache_control: CacheControl = None
-    strict: Annotated[bool | None, Field(description="A call that tool_choice demands keeps to the schema.")] = None
+    strict: Annotated[
+        bool | None, Field(description="Arguments keep to the schema, where the model writes calls as JSON.")
+    ] = None
     eager_input_streaming: bool | None = None
     input_examples: list[dict[str, Any]] | None = None
 

@@ -4,12 +4,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
-from metalctl.engine.grammar import Preamble
+from metalctl.engine.grammar import Marker, Preamble
 from metalctl.reasoning import TAGS, ReasoningSplitter, opened_by
 from metalctl.server.chat_format.calls import CallSplitter
 from metalctl.server.chat_format.harmony import HarmonyParser
 from metalctl.server.chat_format.pieces import Piece, Words
-from metalctl.server.chat_format.syntaxes import Syntax, Tools, json_calls, syntax_of
+from metalctl.server.chat_format.syntaxes import TAGGED, Syntax, Tools, json_calls, syntax_of
 
 if TYPE_CHECKING:
     from metalctl.engine.models.tokenizer import Tokenizer
@@ -45,6 +45,16 @@ class ChatFormat:
         tags = {tag for pair in TAGS for tag in pair}
         tokens = {tag: token for tag in tags if (token := tokenizer.backend.token_to_id(tag)) is not None}
         return cls(templates, syntax_of(templates), control, tokens)
+
+    @property
+    def marker(self) -> Marker:
+        """What begins a call."""
+        return Marker(self.syntax.start, self.control.get(self.syntax.start))
+
+    @property
+    def calls_are_json(self) -> bool:
+        """Whether a call is an object with name and arguments between two tags."""
+        return self.syntax is TAGGED and "<function=" not in self.templates and "<arg_key>" not in self.templates
 
     @property
     def takes_tools(self) -> bool:

@@ -110,7 +110,9 @@ class FunctionTool(Parameters):
     name: Annotated[str, Field(min_length=1, max_length=256)]
     description: str | None = None
     parameters: dict[str, Any] | None = None
-    strict: Annotated[bool | None, Field(description="A call that tool_choice demands keeps to the schema.")] = None
+    strict: Annotated[
+        bool | None, Field(description="Arguments keep to the schema, where the model writes calls as JSON.")
+    ] = None
 
 
 class NamedTool(Parameters):

@@ -142,7 +142,7 @@ class FunctionDefinition(Parameters):
     description: str | None = None
     parameters: Annotated[dict[str, Any] | None, Field(description="A JSON schema.")] = None
     strict: Annotated[
-        bool | None, Field(description="A call that tool_choice demands keeps to the schema, strict or not.")
+        bool | None, Field(description="Arguments keep to the schema, where the model writes calls as JSON.")
     ] = None
 
 
