@@ -23,7 +23,7 @@ OF_DECODERS = Recipe(poolings=("lasttoken",), normalize=True)
 def makes_vectors_only(checkpoint: Checkpoint) -> bool:
     """Whether a checkpoint is for embedding or scoring, and not for generating text."""
     if checkpoint.format == "gguf":
-        from metalctl.engine.models.gguf.encoders import makes_vectors
+        from metalctl.engine.embedding.gguf import makes_vectors
 
         return makes_vectors(checkpoint.path)
     config = read_json(checkpoint.path / "config.json")

@@ -40,13 +40,20 @@ class Model:
     notes: list[str]
 
 
-def build_model(header: Header, parts: list[tuple[Path, Header]], dtype: mx.Dtype, precision: Precision) -> Model:
-    """Makes the module and fills it. `header` is that of the whole model, `parts` are its files.
+def build_model(
+    header: Header,
+    parts: list[tuple[Path, Header]],
+    dtype: mx.Dtype,
+    precision: Precision,
+    row: Architecture | None = None,
+) -> Model:
+    """Makes the module and fills it. `header` is that of the whole model, `parts` are its files, `row` is what to make
+    of it; None: what the table of architectures says.
 
     Everything is checked before any weight is read: UnsupportedModelError for what this version cannot run,
     CheckpointError for missing tensors, strangers and wrong shapes.
     """
-    row = architecture(header)
+    row = row or architecture(header)
     keys = Keys(header, {info.name: (path, info) for path, part in parts for info in part.tensors})
     config = row.config(keys)
     plan = _plan(row, keys, config)
