@@ -237,7 +237,7 @@ def _translate(cache: Any, groups: list[Group], kv_dtype: mx.Dtype | None) -> La
 
 
 def _own(model: nn.Module, index: int, blank: Any, groups: list[Group]) -> OwnLayer:
-    if not all(hasattr(blank, name) for name in ("state", "nbytes")):
+    if not all(hasattr(type(blank), name) for name in ("state", "nbytes")):
         raise UnsupportedModelError(
             f"the model keeps its past in a {type(blank).__name__}, which neither the paged cache knows nor says how "
             "large it is.",
@@ -245,12 +245,12 @@ def _own(model: nn.Module, index: int, blank: Any, groups: list[Group]) -> OwnLa
         )
     caches = make_prompt_cache(model)
     sizes = []
-    for _ in range(2):
-        _step(model, caches, _LONG)
+    for length in (_LONG - 1, _LONG):  # what waits for a whole group of tokens is there at its largest
+        _step(model, caches, length)
         sizes.append(int(caches[index].nbytes))
     rate = -(-(sizes[1] - sizes[0]) // _LONG)
     group = _index(Group(), groups)
-    return OwnLayer(group, deepcopy(blank), rate, max(0, sizes[0] - rate * _LONG))
+    return OwnLayer(group, deepcopy(blank), rate, max(0, sizes[0] - rate * (_LONG - 1)))
 
 
 _LONG = 1024  # tokens; caches grow in steps of 256
