@@ -134,7 +134,7 @@ def _yarn_rope(module: Any, siblings: native.Siblings) -> str:
 
 def _turn(module: Any, inverse_frequencies: mx.array, traditional: bool, scale: float) -> str:
     module.__class__ = native.RoPE
-    module.adopt(Turns(inverse_frequencies.tolist(), traditional, scale))
+    module.adopt(Turns([float(x) for x in inverse_frequencies], traditional, scale))
     return "ropes"
 
 

@@ -101,11 +101,11 @@ class NativeLinear(nn.Module):
         return _unpacked(self.native)
 
 
-class Linear(NativeLinear, nn.Linear):
+class Linear(NativeLinear, nn.Linear):  # type: ignore[override]
     pass
 
 
-class QuantizedLinear(NativeLinear, nn.QuantizedLinear):
+class QuantizedLinear(NativeLinear, nn.QuantizedLinear):  # type: ignore[override]
     pass
 
 
@@ -132,11 +132,11 @@ class NativeEmbedding(nn.Module):
         return _unpacked(self.native)
 
 
-class Embedding(NativeEmbedding, nn.Embedding):
+class Embedding(NativeEmbedding, nn.Embedding):  # type: ignore[override]
     pass
 
 
-class QuantizedEmbedding(NativeEmbedding, nn.QuantizedEmbedding):
+class QuantizedEmbedding(NativeEmbedding, nn.QuantizedEmbedding):  # type: ignore[override]
     pass
 
 
@@ -170,15 +170,15 @@ class NativeExperts(nn.Module):
         return self.native.layout.count
 
 
-class Experts(NativeExperts, SwitchLinear):
+class Experts(NativeExperts, SwitchLinear):  # type: ignore[misc]
     pass
 
 
-class QuantizedExperts(NativeExperts, QuantizedSwitchLinear):
+class QuantizedExperts(NativeExperts, QuantizedSwitchLinear):  # type: ignore[misc]
     pass
 
 
-class GatedExperts(SwitchGLU):
+class GatedExperts(SwitchGLU):  # type: ignore[misc]
     """`SwitchGLU` with SwiGLU: gate, up and the product between them are one operation."""
 
     def adopt(self) -> None:
@@ -188,7 +188,8 @@ class GatedExperts(SwitchGLU):
     def __call__(self, x: mx.array, indices: mx.array) -> mx.array:
         indices = indices.astype(mx.int32)
         hidden = self.gated(mx.expand_dims(x, (-2, -3)), indices)
-        return self.down_proj.operation(hidden, indices).squeeze(-2)
+        output: mx.array = self.down_proj.operation(hidden, indices)
+        return output.squeeze(-2)
 
 
 class GatedMLP(nn.Module):
@@ -203,7 +204,8 @@ class GatedMLP(nn.Module):
         self.gated = library.linear([p.native for p in parts], [p.native_bias for p in parts], activation)
 
     def __call__(self, x: mx.array) -> mx.array:
-        return self.down_proj.operation(self.gated(x))
+        output: mx.array = self.down_proj.operation(self.gated(x))
+        return output
 
 
 class RMSNorm(nn.Module):

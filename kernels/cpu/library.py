@@ -143,7 +143,7 @@ class Operation:
     def of(self, *inputs: mx.array | None) -> mx.array:
         """The result for any number of inputs; None stands for one that is left out."""
         out = mx.array(0)
-        array = (_objects * len(inputs))(*inputs)
+        array = (_objects * len(inputs))(*inputs)  # type: ignore[misc]
         if not self._apply_many(self._handle, len(inputs), array, out):
             raise ValueError(self._failure().decode())
         return out
@@ -241,7 +241,7 @@ def _linear(
     experts: bool,
 ) -> Operation:
     count = len(weights)
-    added = (_objects * count)(*(biases or [None] * count))
+    added = (_objects * count)(*(biases or [None] * count))  # type: ignore[misc]
     handles = (_pointer * count)(*(weight.handle for weight in weights))
     norm_weight, eps = norm or (None, 0.0)
     handle = _get().metalctl_linear(count, handles, added, int(gate), norm_weight, eps, int(experts))
@@ -320,8 +320,8 @@ def decoder_layer(layer: Layer, window: int | None, block_size: int) -> Operatio
         0.0,
         turns.handle if turns else None,
         (_pointer * 7)(*(weight.handle for weight, _ in layer.linears)),
-        (_objects * 7)(*(bias for _, bias in layer.linears)),
-        (_objects * 6)(*(norm and norm[0] for norm in layer.norms)),
+        (_objects * 7)(*(bias for _, bias in layer.linears)),  # type: ignore[misc]
+        (_objects * 6)(*(norm and norm[0] for norm in layer.norms)),  # type: ignore[misc]
         (ctypes.c_float * 6)(*(norm[1] if norm else 0.0 for norm in layer.norms)),
     )
     return Operation(handle)

@@ -11,7 +11,7 @@ from metalctl.bench.peers import NotSupported
 
 class LlamaCpp:
     def __init__(self, start: dict[str, Any]):
-        import llama_cpp
+        import llama_cpp  # type: ignore[import-not-found]
 
         threads = start["threads"]
         self.llama = llama_cpp.Llama(

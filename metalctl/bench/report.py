@@ -29,7 +29,7 @@ def bars(records: Sequence[Record], value: str, label: str) -> str:
 
 def _bar(share: float) -> str:
     eighths = max(1, round(share * BAR * 8))
-    return "█" * (eighths // 8) + ["", *"▏▎▍▌▋▊▉"][eighths % 8]
+    return "█" * (eighths // 8) + " ▏▎▍▌▋▊▉"[eighths % 8].strip()
 
 
 def machine_lines(machine: Record) -> str:
@@ -105,6 +105,10 @@ def _microseconds(value: float) -> str:
     return f"{value * 1e6:.0f}"
 
 
+def _gigabytes(value: float) -> str:
+    return f"{value / 1e9:.1f}"
+
+
 def _percent(value: float) -> str:
     return f"{value:.0%}"
 
@@ -114,10 +118,11 @@ def _scientific(value: float) -> str:
 
 
 COLUMNS: tuple[tuple[str, str, Callable[[Any], str]], ...] = (  # title, key, form; shown where a record has a value
-    ("case", "case", _text),
+    ("kernel", "operation", _text),
+    ("case", "name", _text),
     ("body", "body", _text),
     ("µs", "seconds", _microseconds),
-    ("GB/s", "gbytes_per_second", _speed),
+    ("GB/s", "bytes_per_second", _gigabytes),
     ("of a copy", "share", _percent),
     ("error", "error", _scientific),
     ("plain error", "plain_error", _scientific),

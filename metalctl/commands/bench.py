@@ -1,6 +1,6 @@
 """`metalctl bench`: how fast a model runs here, alone or beside other programs."""
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
@@ -56,12 +56,12 @@ def bench(
     from metalctl.bench import serving
     from metalctl.bench.cells import Plan, matrix, numbers
 
+    output = Printer(invocation.output, form)
     if kernels:
-        return _kernels(invocation, form)
+        return _kernels(invocation, output)
     model = reference or invocation.settings.model
     if model is None and url is None:
         raise UsageError("there is no model to measure.", "Name one: `metalctl bench smollm2`.")
-    output = Printer(invocation.output, form)
     peers = _peers(compare or [])
     if concurrency is None and url is None:
         cells = matrix(
@@ -155,18 +155,18 @@ def _running_server(
     output({**describe(), "url": target.url}, records, "output_tokens_per_second", "{concurrency} clients")
 
 
-def _kernels(invocation: Invocation, form: Form) -> None:
-    from dataclasses import asdict
-
+def _kernels(invocation: Invocation, output: Printer) -> None:
     from metalctl.bench.machine import describe, describe_backend
+    from metalctl.engine import acceleration
+    from metalctl.engine_start import kernel_cache
     from metalctl.kernels.measure import measure
 
+    acceleration.prepare(kernel_cache(), invocation.output.note)
     records: list[dict[str, Any]] = []
     for measurement in measure():
-        record = asdict(measurement) | {"case": measurement.case.name, "sound": measurement.sound}
-        invocation.output.detail(measurement.case.name)
-        records.append(record)
-    Printer(invocation.output, form)({**describe(), **describe_backend()}, records, "gbytes_per_second", "{case}")
+        invocation.output.detail(measurement.name)
+        records.append(asdict(measurement) | {"sound": measurement.sound})
+    output({**describe(), **describe_backend()}, records, "bytes_per_second", "{operation} {name}")
 
 
 def _peers(names: list[str]) -> list[str]:
