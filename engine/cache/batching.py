@@ -41,11 +41,6 @@ def batch_mask_axes(model: nn.Module, layout: CacheLayout) -> int | None:
     return next(tried, None)
 
 
-def decodes_as_batch(model: nn.Module, layout: CacheLayout) -> bool:
-    """Whether there is such a mask."""
-    return batch_mask_axes(model, layout) is not None
-
-
 def _builds(model: nn.Module, layout: CacheLayout, axes: int) -> bool:
     """With a batch size that divides, and is divided by, no count of heads, so that nothing broadcasts by accident."""
     heads = {leaf.key_shape[0] for leaf in layout.leaves if isinstance(leaf, KVLayer)} - {1}
