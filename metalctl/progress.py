@@ -85,12 +85,12 @@ class _Lines:
 
 
 class _Terminal:
-    """A bar for each file: bytes, rate and time to go."""
+    """A bar for each file: bytes, rate and time to go. Several files of a model also have one for all of them."""
 
     def __init__(self, output: Output):
         self._output = output
         self._bars: Bars | None = None
-        self._tasks: dict[str, TaskID] = {}
+        self._tasks: dict[str, TaskID] = {}  # of the model that is fetched now
         self._total: TaskID | None = None
 
     def start(self, plan: "Plan") -> None:
@@ -100,11 +100,8 @@ class _Terminal:
         if self._bars is None:
             self._bars = _make_bars(self._output)
             self._bars.start()
-        for file in missing:
-            if file.path not in self._tasks:
-                self._tasks[file.path] = self._bars.add_task(_short(file.path), total=file.size)
-        if len(self._tasks) > 1 and self._total is None:
-            self._total = self._bars.add_task("all", total=plan.to_fetch)
+        self._tasks = {file.path: self._bars.add_task(_short(file.path), total=file.size) for file in missing}
+        self._total = self._bars.add_task("all", total=plan.to_fetch) if len(missing) > 1 else None
 
     def update(self, path: str, done: int, total: int | None) -> None:
         if self._bars is not None and path in self._tasks:
@@ -127,8 +124,8 @@ class _Terminal:
 
     def _sum(self) -> None:
         if self._bars is not None and self._total is not None:
-            done = sum(task.completed for task in self._bars.tasks if task.id != self._total)
-            self._bars.update(self._total, completed=done)
+            own = set(self._tasks.values())
+            self._bars.update(self._total, completed=sum(task.completed for task in self._bars.tasks if task.id in own))
 
 
 def _make_bars(output: Output) -> "Bars":

@@ -122,6 +122,12 @@ def expand(reference: Reference, aliases: Mapping[str, str]) -> Reference:
     return reference
 
 
+def check_revision(revision: str | None) -> None:
+    """Raise UsageError for what cannot be the name of a branch, tag or commit."""
+    if revision is not None and not _REVISION.fullmatch(revision):
+        raise UsageError(f"{revision!r} is not a revision.", "Give the name of a branch or tag, or a commit.")
+
+
 def _parse_path(text: str) -> Reference:
     tagged = _LOCAL_TAG.fullmatch(text)
     if tagged and not re.fullmatch("[A-Za-z]", tagged["path"]):
@@ -164,8 +170,7 @@ def _checked(reference: Reference, text: str) -> Reference:
         raise UsageError(
             f"{reference.tag!r} in {text!r} is not a quantisation.", "Tags look like Q4_K_M, F16 or MXFP4."
         )
-    if reference.revision and not _REVISION.fullmatch(reference.revision):
-        raise UsageError(f"{reference.revision!r} in {text!r} is not a revision.", "Give a branch, a tag or a commit.")
+    check_revision(reference.revision)
     return reference
 
 

@@ -10,7 +10,16 @@ import platformdirs
 
 from metalctl.engine.errors import ModelNotFoundError, NotCachedError, UsageError
 from metalctl.engine.models.checkpoint import Checkpoint
-from metalctl.engine.models.references import BUILTIN_ALIASES, GRAMMAR, Hub, Reference, Source, expand, parse
+from metalctl.engine.models.references import (
+    BUILTIN_ALIASES,
+    GRAMMAR,
+    Hub,
+    Reference,
+    Source,
+    check_revision,
+    expand,
+    parse,
+)
 from metalctl.engine.models.sources.base import CachedModel, ModelSource, Progress, Silent
 from metalctl.engine.models.sources.local import Local
 from metalctl.engine.models.sources.pypi import PyPI
@@ -40,16 +49,16 @@ class Models:
 
         Raises UsageError, and ModelNotFoundError for a bare name that is no alias.
         """
-        reference = expand(parse(text, exists=_is_here), self.all_aliases)
+        written = parse(text, exists=_is_here)
+        check_revision(revision)
+        if revision and written.source == "local":
+            raise UsageError(f"{text} is on this machine and has no revision {revision}.", "Leave the revision out.")
+        if revision and written.revision not in (None, revision):
+            raise UsageError(f"{text} names a revision, and so does --revision {revision}.", "Give one of them.")
+        reference = expand(replace(written, revision=revision or written.revision), self.all_aliases)
         if reference.maybe_alias:
             raise _unknown_name(reference.name, self.all_aliases)
-        if revision and reference.source == "local":
-            raise UsageError(f"{text} is on this machine and has no revision {revision}.")
-        if revision and reference.revision not in (None, revision):
-            raise UsageError(f"{text} names a revision, and so does --revision {revision}.", "Give one of them.")
-        return replace(
-            reference, source=reference.source or self.default_source, revision=revision or reference.revision
-        )
+        return replace(reference, source=reference.source or self.default_source)
 
     def source(self, name: Source | None) -> ModelSource:
         """The source called `name`."""

@@ -1,5 +1,7 @@
 """Sources that talk to loopback hubs, with caches of their own and short pauses."""
 
+import os
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -9,7 +11,7 @@ from heard import Heard
 from loopback_hub import Hub, running_hub
 from modelscope_hub import HubConfig
 
-from metalctl.engine.models.sources import hf_errors, hf_transfer
+from metalctl.engine.models.sources import base, hf_errors, hf_transfer
 from metalctl.engine.models.sources.huggingface import HuggingFace
 from metalctl.engine.models.sources.modelscope import ModelScope
 
@@ -55,6 +57,19 @@ def ms(hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModelScope:
 def modelscope_at(url: str, folder: Path) -> ModelScope:
     config = HubConfig(endpoint=url, cache_dir=folder / "ms", config_dir=folder / "ms-config", token="")
     return ModelScope(folder / "own", config=config)
+
+
+@pytest.fixture
+def closed_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder that nothing can be written to, with room on its disk."""
+    monkeypatch.setattr(base, "free_space", lambda _: 2**40)
+    if os.geteuid() != 0:
+        folder = tmp_path / "closed"
+        folder.mkdir(mode=0o500)
+        return folder
+    if not sys.platform.startswith("linux"):
+        pytest.skip("root can write everywhere")
+    return Path("/sys/hub")  # where not even root makes folders
 
 
 @pytest.fixture(params=["hf", "ms"])

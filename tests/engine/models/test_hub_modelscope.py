@@ -54,6 +54,18 @@ def test_a_full_disk_is_told_and_nothing_looks_complete(
     assert pull(ms, MODEL, heard).read_bytes() == files[FILE]
 
 
+@pytest.mark.parametrize("closed", ["the hub's", "our own"])
+def test_a_cache_that_cannot_be_written_is_told(
+    hub: Hub, ms: ModelScope, heard: Heard, files: dict[str, bytes], closed_folder: Path, closed: str
+) -> None:
+    if closed == "our own":
+        ms.records = closed_folder / "own"
+    else:
+        ms.api._config.cache_dir = closed_folder / "cache"
+    with pytest.raises(StorageError, match="cannot be written"):
+        pull(ms, MODEL, heard)
+
+
 def test_a_hub_that_cannot_be_reached(tmp_path: Path, heard: Heard, ms: ModelScope, hub: Hub) -> None:
     ms.api.legacy._endpoint = "http://127.0.0.1:9"
     with pytest.raises(HubError, match="could not be reached") as caught:

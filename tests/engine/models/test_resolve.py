@@ -116,6 +116,10 @@ def test_a_revision_given_twice_or_for_a_path_is_refused(here: Path) -> None:
     models = Models()
     assert models.read("o/r", "v1").revision == "v1"
     assert models.read("o/r@v1", "v1").revision == "v1"
+    assert models.read("smollm2", "0.1.1").revision == "0.1.1"
+    for wrong in ("../x", "", "v 1", "-x"):
+        with pytest.raises(UsageError, match="not a revision"):
+            models.read("o/r", wrong)
     for text in ("o/r@v2", "./models/mlx"):
         with pytest.raises(UsageError):
             models.read(text, "v1")

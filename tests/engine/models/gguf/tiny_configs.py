@@ -38,6 +38,19 @@ GRANITE: dict[str, Any] = {
     "residual_multiplier": 0.5,
 }
 
+DELTA_NET: dict[str, Any] = {
+    **BASE,
+    "num_hidden_layers": 4,
+    "head_dim": 32,
+    "linear_num_value_heads": 4,
+    "linear_num_key_heads": 2,
+    "linear_key_head_dim": 32,
+    "linear_value_head_dim": 32,
+    "linear_conv_kernel_dim": 4,
+    "full_attention_interval": 4,
+    "rope_parameters": {"type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5},
+}
+
 CONFIGS: dict[str, dict[str, Any]] = {
     "llama": {"model_type": "llama", **BASE},
     "mixtral": {"model_type": "mixtral", **BASE, "num_local_experts": 4, "num_experts_per_tok": 2},
@@ -210,4 +223,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "sliding_window_pattern": 4,
         "num_hidden_layers": 4,
     },
+    "qwen35": {"model_type": "qwen3_5", **DELTA_NET},
+    "qwen35moe": {"model_type": "qwen3_5_moe", **DELTA_NET, **EXPERTS, "shared_expert_intermediate_size": 64},
+    "qwen3next": {"model_type": "qwen3_5_moe", **DELTA_NET, **EXPERTS, "shared_expert_intermediate_size": 64},
 }

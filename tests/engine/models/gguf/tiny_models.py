@@ -51,6 +51,21 @@ MAMBA2: dict[str, Any] = {
 MAMBA2_GROUPED: dict[str, Any] = {**MAMBA2, "ssm.group_count": 2}
 HALF: dict[str, Any] = {"rope.dimension_count": D // 2}
 
+DELTA_NET: dict[str, Any] = {
+    **BASE,
+    "block_count": 4,
+    "attention.key_length": 32,
+    "attention.value_length": 32,
+    "rope.dimension_count": 16,
+    "rope.dimension_sections": [3, 3, 2, 0],
+    "ssm.conv_kernel": 4,
+    "ssm.state_size": 32,
+    "ssm.group_count": 2,
+    "ssm.time_step_rank": 4,
+    "ssm.inner_size": 128,
+    "full_attention_interval": 4,
+}
+
 METADATA: dict[str, dict[str, Any]] = {
     "llama": {**BASE, "rope.dimension_count": D},
     "mixtral": {**BASE, "rope.dimension_count": D, "expert_count": 4, "expert_used_count": 2},
@@ -161,6 +176,9 @@ METADATA: dict[str, dict[str, Any]] = {
         "attention.sliding_window": 8,
         "rope.dimension_count": D,
     },
+    "qwen35": DELTA_NET,
+    "qwen35moe": {**DELTA_NET, **EXPERTS, "expert_shared_feed_forward_length": 64},
+    "qwen3next": {**DELTA_NET, **EXPERTS, "expert_shared_feed_forward_length": 64},
 }
 
 CASES = sorted(METADATA)

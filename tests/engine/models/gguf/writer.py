@@ -53,9 +53,12 @@ PERMUTED = {"llama", "mixtral", "ministral3", "granite", "granitemoe", "granitem
 SHIFTED = {"gemma", "gemma2", "gemma3_text"}
 
 
-def hf_tensors(config: Config, model: nn.Module) -> Tensors:
+def hf_tensors(config: Config, model: nn.Module, architecture: str = "") -> Tensors:
     """The model's tensors by the names of its Hugging Face checkpoint, with the values that the converter writes."""
     kind = config["model_type"]
+    if "linear_num_key_heads" in config:
+        yield from _linear_attention(config, model, tiles=architecture != "qwen3next")
+        return
     for name, array in tree_flatten(model.parameters()):
         value = np.array(array.astype(mx.float32))
         if kind in PERMUTED and (".q_proj." in name or ".k_proj." in name):
@@ -64,6 +67,50 @@ def hf_tensors(config: Config, model: nn.Module) -> Tensors:
         if kind in SHIFTED and "norm" in name:
             value = value + 1
         yield from _renamed(kind, config, name, value)
+
+
+def tiled(config: Config, value: np.ndarray, axis: int = 0) -> np.ndarray:
+    """Qwen3.5's heads of values in turns of one for each head of keys, instead of groups by head of keys."""
+    keys, values = config["linear_num_key_heads"], config["linear_num_value_heads"]
+    moved = np.moveaxis(value, axis, 0)
+    grouped = moved.reshape(keys, values // keys, -1, *moved.shape[1:])
+    return np.moveaxis(grouped.swapaxes(0, 1).reshape(moved.shape), 0, axis)
+
+
+def _delta_net(config: Config, name: str, value: np.ndarray, reorder: bool) -> np.ndarray:
+    if not reorder:
+        return value
+    if name.endswith(("in_proj_qkv.weight", "conv1d.weight")):
+        first = 2 * config["linear_num_key_heads"] * config["linear_key_head_dim"]
+        return np.concatenate([value[:first], tiled(config, value[first:])])
+    if name.endswith("out_proj.weight"):
+        return tiled(config, value, axis=1)
+    return value if name.endswith("norm.weight") else tiled(config, value)
+
+
+def _linear_attention(config: Config, model: nn.Module, tiles: bool) -> Tensors:
+    """Qwen3.5's tensors, or with `tiles` off Qwen3-Next's, which keeps betas and alphas in one."""
+    betas: dict[str, np.ndarray] = {}
+    for name, array in tree_flatten(model.parameters()):
+        value = np.array(array.astype(mx.float32))
+        name = name.removeprefix("language_model.")
+        if ".linear_attn." in name:
+            value = _delta_net(config, name, value.squeeze(-1) if "conv1d" in name else value, tiles)
+        if name.endswith("A_log"):
+            yield name, -np.exp(value)
+        elif name.endswith("dt_bias"):
+            yield name.replace("dt_bias", "dt_proj.bias"), value
+        elif not tiles and "in_proj_b." in name:
+            betas[name.split("in_proj_b")[0]] = value
+        elif not tiles and "in_proj_a." in name:
+            keys, stem = config["linear_num_key_heads"], name.split("in_proj_a")[0]
+            pair = [part.reshape(keys, -1, part.shape[-1]) for part in (betas[stem], value)]
+            yield f"{stem}in_proj_ba.weight", np.concatenate(pair, axis=1).reshape(-1, value.shape[-1])
+        elif name.endswith(("in_proj_qkv.weight", "in_proj_z.weight")):
+            kind = "attn_qkv" if "qkv" in name else "attn_gate"
+            yield f"blk.{name.split('.')[2]}.{kind}.weight", value
+        else:
+            yield name, value
 
 
 def _renamed(kind: str, config: Config, name: str, value: np.ndarray) -> Tensors:
@@ -145,7 +192,7 @@ def write_gguf(
         add_byte_vocabulary(writer, config["vocab_size"])
     tensors: dict[str, np.ndarray] = {}
     norms: dict[str, list[np.ndarray]] = {}
-    for name, value in hf_tensors(config, model):
+    for name, value in hf_tensors(config, model, architecture):
         if ".norms." in name:
             norms.setdefault(name.split(".norms.")[0] + ".weight", []).append(value)
             continue
