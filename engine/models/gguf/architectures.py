@@ -1,12 +1,13 @@
 """The table of architectures: GGUF's name, and how to make mlx-lm's module of it."""
 
 from metalctl.engine.errors import UnsupportedModelError
+from metalctl.engine.models.gguf.delta_net import DELTA_NET
 from metalctl.engine.models.gguf.dense import DENSE
 from metalctl.engine.models.gguf.hybrid import HYBRID
 from metalctl.engine.models.gguf.mapping import Architecture
 from metalctl.engine.models.gguf.reader import Header
 
-ARCHITECTURES: dict[str, Architecture] = {**DENSE, **HYBRID}
+ARCHITECTURES: dict[str, Architecture] = {**DENSE, **HYBRID, **DELTA_NET}
 
 
 def architecture(header: Header) -> Architecture:

@@ -59,7 +59,7 @@ def common(keys: Keys, model_type: str) -> Config:
     return {
         "model_type": model_type,
         "hidden_size": hidden,
-        "num_hidden_layers": keys.integer("block_count"),
+        "num_hidden_layers": keys.layers,
         "intermediate_size": keys.integer("feed_forward_length", 0),
         "num_attention_heads": heads,
         "num_key_value_heads": keys.integer("attention.head_count_kv", heads),
@@ -245,7 +245,7 @@ def olmo2(keys: Keys) -> Config:
 
 def layer_types(keys: Keys, every: int) -> list[str]:
     """By the file's own list; without one, every so many layers are global."""
-    layers = keys.integer("block_count")
+    layers = keys.layers
     local = keys.header.metadata.get(f"{keys.architecture}.attention.sliding_window_pattern")
     if not isinstance(local, np.ndarray):
         local = [(index + 1) % every != 0 for index in range(layers)]

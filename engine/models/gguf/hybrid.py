@@ -23,6 +23,7 @@ from metalctl.engine.models.gguf.mapping import (
     Names,
     as_convolution,
     flat,
+    halves,
     log_of_negative,
     to,
 )
@@ -34,6 +35,15 @@ EXPERTS: Names = {
     "ffn_gate_exps": "mlp.switch_mlp.gate_proj",
     "ffn_up_exps": "mlp.switch_mlp.up_proj",
     "ffn_down_exps": "mlp.switch_mlp.down_proj",
+    "ffn_gate_up_exps": to("mlp.switch_mlp.gate_proj", "mlp.switch_mlp.up_proj", rows=halves),
+}
+
+
+SHARED_EXPERT: Names = {
+    "ffn_gate_inp_shexp": to("mlp.shared_expert_gate", values=lambda array, config: array.reshape(1, -1)),
+    "ffn_gate_shexp": "mlp.shared_expert.gate_proj",
+    "ffn_up_shexp": "mlp.shared_expert.up_proj",
+    "ffn_down_shexp": "mlp.shared_expert.down_proj",
 }
 
 
@@ -62,7 +72,7 @@ def qwen3moe(keys: Keys) -> Config:
 
 def gpt_oss(keys: Keys) -> Config:
     """Every other layer has a sliding window, the first among them."""
-    layers = keys.integer("block_count")
+    layers = keys.layers
     return {
         **rms(keys, "gpt_oss"),
         "num_local_experts": keys.integer("expert_count"),
@@ -270,14 +280,7 @@ LFM2: Names = {
     "shortconv.out_proj": "conv.out_proj",
 }
 
-QWEN2_MOE: Names = {
-    **ATTENTION,
-    **EXPERTS,
-    "ffn_gate_inp_shexp": to("mlp.shared_expert_gate", values=lambda array, config: array.reshape(1, -1)),
-    "ffn_gate_shexp": "mlp.shared_expert.gate_proj",
-    "ffn_up_shexp": "mlp.shared_expert.up_proj",
-    "ffn_down_shexp": "mlp.shared_expert.down_proj",
-}
+QWEN2_MOE: Names = {**ATTENTION, **EXPERTS, **SHARED_EXPERT}
 
 HYBRID: dict[str, Architecture] = {
     "qwen2moe": Architecture(qwen2moe, OUTSIDE, QWEN2_MOE),

@@ -24,6 +24,7 @@ class Rule:
     when the tensor is cut. `rows` rearranges or cuts leading axes, so it works on packed rows as well as on numbers.
     `values` needs numbers: such a tensor is held in floating point. `part` orders tensors that are joined into one
     target. With `each`, a key of the config, the one target has a place for a number: so many modules take a share.
+    `columns` gives a new order of equal stretches of columns.
     """
 
     targets: tuple[str, ...]
@@ -32,6 +33,7 @@ class Rule:
     part: int = 0
     whole: bool = False
     each: str | None = None
+    columns: Callable[[Config], Array] | None = None
 
 
 def to(
@@ -41,8 +43,9 @@ def to(
     part: int = 0,
     whole: bool = False,
     each: str | None = None,
+    columns: Callable[[Config], Array] | None = None,
 ) -> Rule:
-    return Rule(targets, rows, values, part, whole, each)
+    return Rule(targets, rows, values, part, whole, each, columns)
 
 
 Names = Mapping[str, Rule | str | None]
@@ -97,6 +100,15 @@ class Keys:
         self.architecture = header.architecture
         self.tensors = tensors
 
+    @property
+    def extra_layers(self) -> int:
+        """Layers after the model's own that predict further tokens, for speculation; they are not loaded."""
+        return self.integer("nextn_predict_layers", 0)
+
+    @property
+    def layers(self) -> int:
+        return self.integer("block_count") - self.extra_layers
+
     def has(self, tensor: str) -> bool:
         return tensor in self.tensors
 
@@ -134,7 +146,7 @@ class Keys:
     def each_layer(self, key: str) -> list[Any]:
         """One entry a layer; a single number stands for all."""
         value = self.header.metadata.get(f"{self.architecture}.{key}")
-        layers = self.integer("block_count")
+        layers = self.layers
         if isinstance(value, np.ndarray):
             if len(value) < layers:
                 raise CheckpointError(
@@ -177,6 +189,12 @@ def query_key_value(array: Array, config: Config) -> tuple[Array, ...]:
 def minus_one(array: Array, config: Config) -> Array:
     """Norms that llama.cpp stores with the one that Gemma's code adds."""
     return array - np.float32(1)
+
+
+def halves(array: Array, config: Config) -> tuple[Array, Array]:
+    """Cuts the rows of a matrix, or of each expert's, in the middle."""
+    middle = array.shape[-2] // 2
+    return array[..., :middle, :], array[..., middle:, :]
 
 
 def log_of_negative(array: Array, config: Config) -> Array:

@@ -58,7 +58,7 @@ def build_model(
     config = row.config(keys)
     plan = _plan(row, keys, config)
     module: nn.Module = row.module(config) if row.module else _empty_module(config)
-    formats = _choose_formats(module, plan, precision)
+    formats = _choose_formats(module, plan, config, precision)
     shapes = {name: tuple(array.shape) for name, array in dict(tree_flatten(module.parameters())).items()}
     _check_complete(header, shapes, plan)
     nn.quantize(module, class_predicate=lambda path, _: formats[path].parameters if path in formats else False)
@@ -81,8 +81,11 @@ def build_model(
 def _plan(row: Architecture, keys: Keys, config: Config) -> dict[str, list[Piece]]:
     """For each parameter, the tensors that it is made of."""
     plan: dict[str, list[Piece]] = {}
+    extra = tuple(f"blk.{keys.layers + number}." for number in range(keys.extra_layers))
     for name, (path, info) in keys.tensors.items():
         quants.check_type(name, info.type)
+        if name.startswith(extra):
+            continue
         try:
             found = row.rule(name)
         except (KeyError, ValueError) as error:
@@ -117,7 +120,9 @@ def _empty_module(config: Config) -> nn.Module:
     return module
 
 
-def _choose_formats(module: nn.Module, plan: dict[str, list[Piece]], precision: Precision) -> dict[str, quants.Format]:
+def _choose_formats(
+    module: nn.Module, plan: dict[str, list[Piece]], config: Config, precision: Precision
+) -> dict[str, quants.Format]:
     """For each module that will hold a quantised matrix, its format."""
     formats = {}
     for path, layer in module.named_modules():
@@ -126,7 +131,9 @@ def _choose_formats(module: nn.Module, plan: dict[str, list[Piece]], precision: 
             continue
         kinds = {piece.info.type for piece in pieces}
         chosen = quants.quantised_format(next(iter(kinds)), precision)
-        if chosen is not None and len(kinds) == 1 and layer.weight.shape[-1] % chosen.group_size == 0:
+        columns = pieces[0].rule.columns
+        stretch = layer.weight.shape[-1] // (1 if columns is None else len(columns(config)))
+        if chosen is not None and len(kinds) == 1 and stretch % chosen.group_size == 0:
             formats[path] = chosen
     return formats
 
@@ -173,12 +180,20 @@ def _quantised(
 ) -> Iterator[tuple[str, mx.array]]:
     rows = [_arranged(piece, map_tensor(piece.path, piece.info), config) for piece in pieces]
     packed = quants.pack(pieces[0].info.name, _joined(rows), pieces[0].info.type, chosen)
-    yield f"{path}.weight", mx.array(packed.weight)
-    if packed.biases is None:
-        yield f"{path}.scales", mx.array(packed.scales)
-        return
-    yield f"{path}.scales", mx.array(packed.scales).astype(dtype)
-    yield f"{path}.biases", mx.array(packed.biases).astype(dtype)
+    order = None if pieces[0].rule.columns is None else pieces[0].rule.columns(config)
+    yield f"{path}.weight", mx.array(_reordered(packed.weight, order))
+    scales = mx.array(_reordered(packed.scales, order))
+    yield f"{path}.scales", scales if packed.biases is None else scales.astype(dtype)
+    if packed.biases is not None:
+        yield f"{path}.biases", mx.array(_reordered(packed.biases, order)).astype(dtype)
+
+
+def _reordered(array: Array, order: Array | None) -> Array:
+    """The last axis in as many equal stretches as `order` has entries, in that order."""
+    if order is None:
+        return array
+    stretches = array.reshape(*array.shape[:-1], len(order), -1)
+    return np.ascontiguousarray(stretches[..., order, :]).reshape(array.shape)
 
 
 def _floating(pieces: list[Piece], config: Config, shape: tuple[int, ...], dtype: mx.Dtype) -> mx.array:
@@ -200,6 +215,8 @@ def _numbers(piece: Piece, config: Config) -> Array:
         array = quants.dequantize(piece.info.name, raw, piece.info.type)
     if piece.rule.values is not None:
         array = piece.rule.values(array, config)
+    if piece.rule.columns is not None:
+        array = _reordered(array, piece.rule.columns(config))
     return _arranged(piece, array, config)
 
 

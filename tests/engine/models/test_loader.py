@@ -59,7 +59,7 @@ def matrices(kind: GGMLQuantizationType) -> Callable[[str, np.ndarray], GGMLQuan
 
 
 @pytest.mark.parametrize("kind", [Type.Q4_1, Type.Q5_0, Type.Q8_0, Type.MXFP4], ids=lambda kind: kind.name)
-@pytest.mark.parametrize("case", ["llama", "mixtral", "phi3", "qwen2moe", "gpt-oss"])
+@pytest.mark.parametrize("case", ["llama", "mixtral", "phi3", "qwen35moe", "gpt-oss"])
 def test_quantised_file_has_the_logits_of_its_dequantised_values(
     case: str, kind: GGMLQuantizationType, tmp_path: Path
 ) -> None:
@@ -157,6 +157,35 @@ def test_longrope_factors_come_from_their_tensors(tmp_path: Path) -> None:
     assert loaded.config["original_max_position_embeddings"] == 128
     rope = loaded.model.layers[0].self_attn.rope
     np.testing.assert_allclose(np.array(rope._freqs), 10000.0 ** (np.arange(0, 16, 2) / 16) * long, rtol=1e-5)
+
+
+def test_layers_that_only_predict_further_tokens_are_left_out(tmp_path: Path) -> None:
+    keys = {**METADATA["qwen35"], "block_count": 5, "nextn_predict_layers": 1}
+    extra = {f"blk.4.{name}.weight": np.zeros((64, 128), np.float32) for name in ("nextn.eh_proj", "attn_q")}
+    model = tiny_model(CONFIGS["qwen35"])
+    write_gguf(tmp_path / "x.gguf", "qwen35", CONFIGS["qwen35"], model, keys, extra=extra)
+    loaded = load_file(tmp_path / "x.gguf")
+    assert loaded.config["num_hidden_layers"] == 4
+    np.testing.assert_allclose(np.array(loaded.model(TOKENS)), np.array(model(TOKENS)), atol=2e-5)
+
+
+def test_experts_with_both_projections_in_one_tensor_are_cut(tmp_path: Path) -> None:
+    write("qwen3moe", tmp_path / "two.gguf")
+    expected = np.array(load_file(tmp_path / "two.gguf").model(TOKENS))
+
+    reader = gguf.GGUFReader(tmp_path / "two.gguf")
+    tensors = {tensor.name: np.array(tensor.data) for tensor in reader.tensors}
+    fused = {}
+    for layer in range(3):
+        pair = [tensors[f"blk.{layer}.ffn_{part}_exps.weight"] for part in ("gate", "up")]
+        fused[f"blk.{layer}.ffn_gate_up_exps.weight"] = np.concatenate(pair, axis=1)
+    config = CONFIGS["qwen3moe"]
+    drop = tuple(f"blk.{layer}.ffn_{part}_exps.weight" for layer in range(3) for part in ("gate", "up"))
+    write_gguf(
+        tmp_path / "one.gguf", "qwen3moe", config, tiny_model(config), METADATA["qwen3moe"], extra=fused, drop=drop
+    )
+    found = np.array(load_file(tmp_path / "one.gguf").model(TOKENS))
+    np.testing.assert_array_equal(found, expected)
 
 
 def refused(path: Path, error: type[MetalctlError] = CheckpointError, **options: Any) -> str:

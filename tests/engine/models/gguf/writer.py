@@ -180,10 +180,11 @@ def write_gguf(
     kind: Callable[[str, np.ndarray], GGMLQuantizationType] | None = None,
     values: Callable[[str, np.ndarray], np.ndarray] | None = None,
     extra: dict[str, np.ndarray] | None = None,
+    drop: tuple[str, ...] = (),
     tokenizer: bool = True,
 ) -> Path:
     """`metadata` without the architecture's prefix. `kind` chooses a tensor's type; float32 without it. `values`
-    changes a tensor's numbers, `extra` adds tensors or replaces them.
+    changes a tensor's numbers, `extra` adds tensors or replaces them, `drop` leaves some out.
     """
     writer = gguf.GGUFWriter(path, architecture)
     for key, value in metadata.items():
@@ -201,6 +202,8 @@ def write_gguf(
         tensors[gguf_name(architecture, config["model_type"], config["num_hidden_layers"], name)] = np.stack(rows)
     tensors.update(extra or {})
     for name, value in tensors.items():
+        if name in drop:
+            continue
         value = values(name, value) if values else value
         add_tensor(writer, name, value, kind(name, value) if kind else GGMLQuantizationType.F32)
     writer.write_header_to_file()
