@@ -227,11 +227,24 @@ def seconds_per_call(call: Callable[[], mx.array], at_least: float = 0.1) -> flo
     return sorted(rounds)[2]
 
 
-def copy_bandwidth(size: int = 1 << 30) -> float:
-    """Bytes a second, read and written, of an element-wise operation over `size` bytes."""
+def copy_bandwidth(size: int | None = None) -> float:
+    """Bytes a second, read and written, of a copy of `size` bytes: by the device, or by this thread on a CPU."""
+    if dispatch.platform() == "cpu":
+        return _host_copy_bandwidth(size or 1 << 28)
+    size = size or 4 << 30
     source = mx.random.normal((size // 4,))
     mx.eval(source)
     return 2 * size / seconds_per_call(lambda: -source)
+
+
+def _host_copy_bandwidth(size: int) -> float:
+    source, target = bytearray(size), bytearray(size)
+    rounds = []
+    for _ in range(5):
+        start = time.perf_counter()
+        target[:] = source
+        rounds.append(time.perf_counter() - start)
+    return 2 * size / min(rounds)
 
 
 def distance(output: mx.array, exact: mx.array) -> float:

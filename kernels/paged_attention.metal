@@ -1,7 +1,7 @@
 // Paged attention for Metal. paged_attention.cu says the same in CUDA, section for section.
 //
-// partials: a threadgroup takes one KV head of one sequence, SPLIT positions, and ROWS of the queries that read this
-// head, so that each key and value is loaded once for all of them. LANES neighbouring lanes hold a key between them; a
+// A threadgroup takes one KV head of one sequence, a part of its context, and ROWS of the queries that read this head,
+// so that each key and value is loaded once for all of them. scalar: LANES neighbouring lanes hold a key between them; a
 // SIMD-group reads UNROLL * 32 / LANES keys at a time. merge: the softmax over what the parts found.
 // Scores and their exponentials are in base 2.
 

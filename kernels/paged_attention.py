@@ -220,13 +220,17 @@ def kernel(device: Literal["metal", "cuda"], name: str) -> Any:
     """One of the kernels in this operation's source for `device`. Compiled by MLX when it first runs."""
     build = mx.fast.metal_kernel if device == "metal" else mx.fast.cuda_kernel
     sections = dispatch.source("paged_attention.metal" if device == "metal" else "paged_attention.cu")
+    header = sections["header"]
+    if name == "partials_tensor":
+        sections = sections | dispatch.source("paged_attention_tensor.cu")
+        header += dispatch.source("tensor.cu")["header"] + sections["helpers"]
     partials = ["queries", "keys", "values", "block_tables", "lengths", "starts", "sinks", "constants"]
     return build(
         name=f"metalctl_paged_attention_{name}",
         input_names=["partial", "stats", "sinks"] if name == "merge" else partials,
         output_names=["output"] if name == "merge" else ["output", "stats"],
         source="".join(sections[section] for section in SECTIONS[name]),
-        header=(dispatch.source("tensor.cu")["header"] if device == "cuda" else "") + sections["header"],
+        header=header,
     )
 
 
