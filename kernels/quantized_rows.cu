@@ -36,7 +36,9 @@ const int g = lane / 4;
 const int t = lane % 4;
 const int first_column = blockIdx.x * 16;
 const int rows = x_shape[0];
-constexpr int CHUNKS = (K + 127) / 128;
+const int width = x_shape[1];
+const int columns = weight_shape[0];
+const int chunks = (width + 127) / 128;
 
 float result[TILES][4];
 #pragma unroll
@@ -47,7 +49,7 @@ for (int tile = 0; tile < TILES; tile++) {
   }
 }
 
-for (int chunk = warp; chunk < CHUNKS; chunk += WARPS * UNROLL) {
+for (int chunk = warp; chunk < chunks; chunk += WARPS * UNROLL) {
   // Loads first. What lies outside counts as zero.
   uint4 raw[UNROLL][2];
   T scale[UNROLL][2], bias[UNROLL][2];
@@ -57,9 +59,9 @@ for (int chunk = warp; chunk < CHUNKS; chunk += WARPS * UNROLL) {
 #pragma unroll
     for (int half = 0; half < 2; half++) {
       const int column = first_column + g + 8 * half;
-      const bool real = k < K && column < N;
-      const int64_t group = int64_t(column) * (K / GROUP_SIZE) + k / GROUP_SIZE;
-      raw[u][half] = real ? *reinterpret_cast<const uint4*>(weight + (int64_t(column) * K + k) / 8) : uint4{0, 0, 0, 0};
+      const bool real = k < width && column < columns;
+      const int64_t group = int64_t(column) * (width / GROUP_SIZE) + k / GROUP_SIZE;
+      raw[u][half] = real ? *reinterpret_cast<const uint4*>(weight + (int64_t(column) * width + k) / 8) : uint4{0, 0, 0, 0};
       scale[u][half] = real ? scales[group] : T(0.0f);
       bias[u][half] = real ? biases[group] : T(0.0f);
     }
@@ -67,7 +69,7 @@ for (int chunk = warp; chunk < CHUNKS; chunk += WARPS * UNROLL) {
 
 #pragma unroll
   for (int u = 0; u < UNROLL; u++) {
-    if (chunk + u * WARPS < CHUNKS) {
+    if (chunk + u * WARPS < chunks) {
       typename Pair<T>::type scale2[2], bias2[2];
 #pragma unroll
       for (int half = 0; half < 2; half++) {
@@ -90,8 +92,8 @@ for (int chunk = warp; chunk < CHUNKS; chunk += WARPS * UNROLL) {
 #pragma unroll
         for (int tile = 0; tile < TILES; tile++) {
           const int row = tile * 8 + g;
-          const bool real = row < rows && k < K;
-          const uint4 from = real ? *reinterpret_cast<const uint4*>(x + int64_t(row) * K + k) : uint4{0, 0, 0, 0};
+          const bool real = row < rows && k < width;
+          const uint4 from = real ? *reinterpret_cast<const uint4*>(x + int64_t(row) * width + k) : uint4{0, 0, 0, 0};
           multiply<T>(result[tile], a[0][0], a[1][0], a[0][1], a[1][1], __byte_perm(from.x, from.z, 0x5410),
                       __byte_perm(from.x, from.z, 0x7632));
           multiply<T>(result[tile], a[0][2], a[1][2], a[0][3], a[1][3], __byte_perm(from.y, from.w, 0x5410),
@@ -118,7 +120,7 @@ for (int i = threadIdx.x; i < 16 * rows; i += WARPS * 32) {
   for (int w = 0; w < WARPS; w++) {
     sum += shares[w][column][row];
   }
-  if (first_column + column < N) {
-    y[int64_t(row) * N + first_column + column] = T(sum);
+  if (first_column + column < columns) {
+    y[int64_t(row) * columns + first_column + column] = T(sum);
   }
 }

@@ -28,8 +28,8 @@ def quantized_rows(
     outputs: list[mx.array] = kernel()(
         inputs=[x.reshape(rows, width), weight, scales, biases],
         template=[
-            *(("T", x.dtype), ("K", width), ("N", columns), ("GROUP_SIZE", group_size)),
-            *(("TILES", -(-rows // 8)), ("WARPS", warps), ("UNROLL", unroll)),
+            *(("T", x.dtype), ("GROUP_SIZE", group_size), ("TILES", -(-rows // 8))),
+            *(("WARPS", warps), ("UNROLL", unroll)),
         ],
         grid=(-(-columns // 16) * warps * 32, 1, 1),
         threadgroup=(warps * 32, 1, 1),
