@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from metalctl.app import DebugFlag, JsonFlag, OfflineFlag, QuietFlag, Run, VerboseCount, app, truthy
-from metalctl.commands import bench, chat, doctor, list_models, pull, rm, serve, show  # noqa: F401  (importing a command registers it)
+from metalctl.commands import bench, chat, completion, doctor, embed, list_models, pull, rm, serve, show  # noqa: F401  (importing a command registers it)
 from metalctl.engine.errors import MetalctlError, StorageError, UsageError
 from metalctl.output import Output
 from metalctl.parser import build_parser, default_map
