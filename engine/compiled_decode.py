@@ -37,7 +37,7 @@ class CompiledDecode:
         if rows > count:
             tokens = mx.concatenate([tokens, mx.zeros((rows - count,), tokens.dtype)])
         size = self._caches.block_size
-        arrays = BatchArrays.of(self._groups, tables, size, offsets, slots, padded_width, rows)
+        arrays = BatchArrays.of(self._groups, tables, size, offsets, slots, None, padded_width, rows)
         no_slots = mx.zeros((0,), mx.int32)
         logits, pools = self._step(
             tokens,
@@ -60,7 +60,9 @@ class CompiledDecode:
         pools: list[mx.array],
     ) -> tuple[mx.array, list[mx.array]]:
         self._caches.bind(pools)
-        arrays = BatchArrays(offsets, slots if slots.size else None, tuple(writes), tuple(blocks), tuple(starts))
+        arrays = BatchArrays(
+            offsets, offsets, slots if slots.size else None, tuple(writes), tuple(blocks), tuple(starts)
+        )
         step = arrays.forward(self._groups, self._caches.block_size)
         logits = self._caches.call(self._model, tokens[:, None], step)
         return logits[:, -1], self._caches.arrays

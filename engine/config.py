@@ -20,5 +20,6 @@ class EngineConfig:
     gpu_memory_utilization: float = 0.9  # share of the device's working set that weights and cache may take
     kv_cache_bytes: int | None = None  # an explicit budget for KV blocks and recurrent states, instead of that share
     prefix_cache: PrefixCacheMode = "on"
+    batch_prefill: bool | None = None  # several prompts in one forward; None: on a GPU, unless the cache is exact
     compile_decode: bool | None = None  # the decode step as one compiled function; None: on a GPU
     precision: Precision = "size"  # of GGUF types that MLX cannot hold exactly: rounded to 8 bits, or as floats

@@ -101,7 +101,10 @@ class LLMEngine:
             cut_at_prompt_end=layout.has_states and config.prefix_cache == "on",
         )
         sampler = Sampler(loaded.tokenizer.eos_token_ids)
-        self.runner = ModelRunner(loaded.model, layout, self.blocks, sampler, config.compile_decode)
+        batch_prefill = False if config.prefix_cache == "exact" else config.batch_prefill
+        self.runner = ModelRunner(
+            loaded.model, layout, self.blocks, sampler, config.compile_decode, batch_prefill=batch_prefill
+        )
         self._sequences: dict[str, Sequence] = {}
         self._texts: dict[str, TextStream] = {}
         self._launched: _Launched | None = None

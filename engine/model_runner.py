@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 import mlx.core as mx
 import mlx.nn as nn
+import numpy as np
 
 from metalctl.engine.cache import forward
 from metalctl.engine.cache.batching import batch_mask_axes
@@ -18,6 +19,8 @@ from metalctl.engine.sampler import Logprobs, Sampled, Sampler, logprobs
 from metalctl.engine.scheduler import SchedulerOutput
 from metalctl.engine.sequence import PENDING, Sequence
 from metalctl.kernels import dispatch
+
+_MOST_TOKENS = 8192  # in one forward of several prompts, padding included
 
 
 @dataclass(slots=True)
@@ -47,6 +50,7 @@ class ModelRunner:
         blocks: BlockManager,
         sampler: Sampler,
         compile_decode: bool | None = None,
+        batch_prefill: bool | None = None,
     ):
         self.model = model
         self.blocks = blocks
@@ -58,7 +62,10 @@ class ModelRunner:
             self.caches.use_mask_axes(axes)
         self._has_states = layout.has_states
         self._last_rows = LastRows(model)
-        compiles = dispatch.platform() != "cpu" if compile_decode is None else compile_decode
+        on_gpu = dispatch.platform() != "cpu"
+        compiles = on_gpu if compile_decode is None else compile_decode
+        batches = on_gpu if batch_prefill is None else batch_prefill
+        self._batches_prefill = batches and self.decodes_as_batch and not self._has_states
         self._compiled = CompiledDecode(model, self.caches, blocks.groups) if compiles else None
         self._previous: InFlight | None = None
 
@@ -70,11 +77,12 @@ class ModelRunner:
         if output.decodes:
             logits.append(self._decode(output.decodes))
             rows.extend(output.decodes)
-        for sequence in output.prefills:
-            last = self._prefill(sequence, prompt)
-            if sequence.samples:
-                logits.append(last)
-                rows.append(sequence)
+        for together in self._batches(output.prefills):
+            last = self._prefill(together[0], prompt) if len(together) == 1 else self._prefill_batch(together)
+            ends = [row for row, sequence in enumerate(together) if sequence.samples]
+            if ends:
+                logits.append(last if len(ends) == len(together) else last[mx.array(ends)])
+                rows.extend(together[row] for row in ends)
         sampled = self._sample(logits, rows)
         self.caches.copy(output.checkpoints)
         arrays = [*(sampled.arrays if sampled else []), *(a for _, _, values in prompt for a in values.arrays)]
@@ -118,6 +126,32 @@ class ModelRunner:
         prompt.append((sequence, start + 1, logprobs(values, mx.array(targets, mx.int32), wanted, none)))
         return logits[-1:]
 
+    def _batches(self, prefills: Many[Sequence]) -> list[list[Sequence]]:
+        """Which prompts are read in one forward: each by itself, or those of similar length together."""
+        if not self._batches_prefill:
+            return [[sequence] for sequence in prefills]
+        batches: list[list[Sequence]] = []
+        for sequence in sorted(prefills, key=lambda s: s.num_scheduled_tokens):
+            length, alone = sequence.num_scheduled_tokens, sequence.params.prompt_logprobs is not None
+            last = batches[-1] if batches else None
+            if alone or last is None or last[0].params.prompt_logprobs is not None or not _similar(last, length):
+                batches.append([sequence])
+            else:
+                last.append(sequence)
+        return batches
+
+    def _prefill_batch(self, sequences: Many[Sequence]) -> mx.array:
+        """Logits `[B, V]` after the scheduled tokens of each sequence; shorter rows are padded in front."""
+        lengths = [sequence.num_scheduled_tokens for sequence in sequences]
+        tokens = np.zeros((len(sequences), max(lengths)), np.int32)
+        for row, (sequence, length) in enumerate(zip(sequences, lengths, strict=True)):
+            start = sequence.num_cached_tokens
+            tokens[row, -length:] = sequence.token_ids[start : start + length]
+        tables = [self.blocks.tables(sequence) for sequence in sequences]
+        offsets = [sequence.num_cached_tokens for sequence in sequences]
+        step = forward.batch(self.blocks.groups, tables, self.blocks.block_size, offsets, None, lengths)
+        return self._call(mx.array(tokens), step)
+
     def _single(self, sequence: Sequence) -> Forward:
         slot = self.blocks.slot(sequence) if self._has_states else None
         tables = self.blocks.tables(sequence)
@@ -153,6 +187,14 @@ class ModelRunner:
             return None
         together = logits[0] if len(logits) == 1 else mx.concatenate(logits)
         return self.sampler(together, rows, [sequence.num_tokens for sequence in rows])
+
+
+def _similar(batch: Many[Sequence], longest: int) -> bool:
+    """Whether a row of `longest` tokens may join these, none of which is longer: at most a third is padding, and the
+    whole is no more than a few long prompts."""
+    rows = len(batch) + 1
+    used = sum(sequence.num_scheduled_tokens for sequence in batch) + longest
+    return rows * longest * 2 <= used * 3 and rows * longest <= _MOST_TOKENS
 
 
 def _same(one: Sequence, other: Sequence) -> bool:

@@ -17,8 +17,8 @@ from metalctl.engine.cache.paged_kv import MASK_AXES
 from metalctl.engine.errors import UnsupportedModelError
 
 _BLOCK = 8  # tokens in a block here
-_PADDING = 48  # blocks, in front of nothing
-_PROMPTS = ([1, 2, 3], [4])
+_PADDING = 48  # blocks, behind those of the row
+_PROMPTS = ([1], [4, 2])
 _NEXT = 5
 _ROUNDING = 0.05  # of the largest logit: what a narrow dtype may differ by; a wrong position differs by more
 
@@ -26,24 +26,28 @@ _ROUNDING = 0.05  # of the largest logit: what a narrow dtype may differ by; a w
 def batch_mask_axes(model: nn.Module, layout: CacheLayout) -> int | None:
     """How many axes the mask of a batch has to have for this model; None if it cannot step several sequences of
     different lengths at once: if no step of a batch builds, or a padded row of one does not bring what the row alone
-    does.
+    does. Computes a handful of tokens.
 
     Raises UnsupportedModelError for a model that reads a prompt differently when it is cut: its tokens see later ones.
     """
-    _check_causal(model, layout)
-    if not layout.shares_prefixes:
-        return None
-    if any(isinstance(leaf, KVLayer) and leaf.value_shape[1] == 0 for leaf in layout.leaves):
-        return None  # keys without values: an index over blocks of keys, cut and placed by the padded length
-    tried = (
-        axes for axes in (MASK_AXES, MASK_AXES + 1) if _builds(model, layout, axes) and _agrees(model, layout, axes)
-    )
-    return next(tried, None)
+    trial = _Trial(model, layout)
+    axes = next((axes for axes in (MASK_AXES, MASK_AXES + 1) if _builds(model, layout, axes)), None)
+    together = None if axes is None else trial.together(axes)
+    alone = trial.alone()
+    if not _close(alone[:1], trial.in_one_go()):
+        raise UnsupportedModelError(
+            "the model's code in mlx-lm reads a prompt differently when it is cut: its tokens see later ones.",
+            "This architecture cannot be run.",
+        )
+    return axes if together is not None and _close(together, alone) else None
 
 
 def _builds(model: nn.Module, layout: CacheLayout, axes: int) -> bool:
     """With a batch size that divides, and is divided by, no count of heads, so that nothing broadcasts by accident."""
-    heads = {leaf.key_shape[0] for leaf in layout.leaves if isinstance(leaf, KVLayer)} - {1}
+    kv = [leaf for leaf in layout.leaves if isinstance(leaf, KVLayer)]
+    if not layout.shares_prefixes or any(leaf.value_shape[1] == 0 for leaf in kv):
+        return False  # keys without values: an index over blocks of keys, cut and placed by the padded length
+    heads = {leaf.key_shape[0] for leaf in kv} - {1}
     batch = next(size for size in (7, 11, 13, 17, 19) if all(size % count and count % size for count in heads))
     caches = _caches(layout, 1)
     caches.use_mask_axes(axes)
@@ -56,55 +60,44 @@ def _builds(model: nn.Module, layout: CacheLayout, axes: int) -> bool:
     return logits.shape[:2] == (batch, 1)
 
 
-def _agrees(model: nn.Module, layout: CacheLayout, axes: int) -> bool:
-    """Read two short prompts, then step both as a batch with much padding, and each by itself from the same state."""
-    count = len(_PROMPTS)
-    caches = _caches(layout, 1 + 2 * count)
-    caches.use_mask_axes(axes)
-    for row, prompt in enumerate(_PROMPTS):
-        _read(model, layout, caches, row + 1, 0, prompt)
-    caches.copy([StateCopy(row + 1, count + row + 1) for row in range(count)])
-    tables = [[BlockTable(0, [row + 1] + [NULL] * _PADDING) for _ in layout.groups] for row in range(count)]
-    slots = list(range(1, count + 1)) if layout.has_states else None
-    step = forward.batch(layout.groups, tables, _BLOCK, list(map(len, _PROMPTS)), slots)
-    together = caches.call(model, mx.array([[_NEXT]] * count, mx.int32), step)[:, -1]
-    mx.eval(together, *caches.arrays)
-    alone = [
-        _read(model, layout, caches, row + 1, len(prompt), [_NEXT], slot=count + row + 1)
-        for row, prompt in enumerate(_PROMPTS)
-    ]
-    return _close(together, mx.concatenate(alone))
+class _Trial:
+    """Two short prompts, each read into a block and a slot of its own, to be stepped in several ways."""
 
+    def __init__(self, model: nn.Module, layout: CacheLayout):
+        self._model = model
+        self._layout = layout
+        self._caches = _caches(layout, 2 + 2 * len(_PROMPTS))
+        for row, prompt in enumerate(_PROMPTS):
+            self._read(row + 1, 0, prompt)
 
-def _check_causal(model: nn.Module, layout: CacheLayout) -> None:
-    caches = _caches(layout, 3)
-    prompt = _PROMPTS[0]
-    whole = _read(model, layout, caches, 1, 0, [*prompt, _NEXT])
-    _read(model, layout, caches, 2, 0, prompt)
-    if not _close(_read(model, layout, caches, 2, len(prompt), [_NEXT]), whole):
-        raise UnsupportedModelError(
-            "the model's code in mlx-lm reads a prompt differently when it is cut: its tokens see later ones.",
-            "This architecture cannot be run on this device.",
-        )
+    def together(self, axes: int) -> mx.array:
+        """Logits `[B, V]` of the next token of both as a batch with much padding."""
+        count, layout = len(_PROMPTS), self._layout
+        self._caches.use_mask_axes(axes)
+        self._caches.copy([StateCopy(row, count + row) for row in range(1, count + 1)])
+        tables = [[BlockTable(0, [row] + [NULL] * _PADDING) for _ in layout.groups] for row in range(1, count + 1)]
+        slots = [count + row for row in range(1, count + 1)] if layout.has_states else None
+        step = forward.batch(layout.groups, tables, _BLOCK, list(map(len, _PROMPTS)), slots)
+        logits = self._caches.call(self._model, mx.array([[_NEXT]] * count, mx.int32), step)[:, -1]
+        mx.eval(logits, *self._caches.arrays)
+        return logits
 
+    def alone(self) -> mx.array:
+        """Logits `[B, V]` of the next token of each by itself, which takes their states along."""
+        return mx.concatenate([self._read(row + 1, len(prompt), [_NEXT]) for row, prompt in enumerate(_PROMPTS)])
 
-def _read(
-    model: nn.Module,
-    layout: CacheLayout,
-    caches: CacheSet,
-    block: int,
-    offset: int,
-    tokens: list[int],
-    slot: int | None = None,
-) -> mx.array:
-    """Logits `[1, V]` after these tokens of a sequence that lies in one block and in the slot of the same number."""
-    tables = [BlockTable(0, [block]) for _ in layout.groups]
-    step = forward.single(
-        layout.groups, tables, _BLOCK, offset, len(tokens), (slot or block) if layout.has_states else None
-    )
-    logits = caches.call(model, mx.array([tokens], mx.int32), step)[:, -1]
-    mx.eval(logits, *caches.arrays)
-    return logits
+    def in_one_go(self) -> mx.array:
+        """Logits `[1, V]` of the first with its next token, read anew."""
+        return self._read(1 + 2 * len(_PROMPTS), 0, [*_PROMPTS[0], _NEXT])
+
+    def _read(self, place: int, offset: int, tokens: list[int]) -> mx.array:
+        """Logits `[1, V]` after these tokens of the sequence in the block and the slot of this number."""
+        groups = self._layout.groups
+        slot = place if self._layout.has_states else None
+        step = forward.single(groups, [BlockTable(0, [place]) for _ in groups], _BLOCK, offset, len(tokens), slot)
+        logits = self._caches.call(self._model, mx.array([tokens], mx.int32), step)[:, -1]
+        mx.eval(logits, *self._caches.arrays)
+        return logits
 
 
 def _close(one: mx.array, other: mx.array) -> bool:

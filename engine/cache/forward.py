@@ -68,7 +68,7 @@ class GroupContext:
 
 @dataclass(frozen=True, slots=True)
 class Forward:
-    """One call of the model: B sequences, L new tokens each. B is 1 where L is more than 1.
+    """One call of the model: B sequences, L new tokens each.
 
     `offset`: tokens that are in the cache already; an int for one sequence, int32 `[B]` for a batch.
     """
@@ -99,11 +99,17 @@ def single(
 
 
 def batch(
-    groups: Many[Group], tables: Many[Many[BlockTable]], block_size: int, offsets: Many[int], slots: Many[int] | None
+    groups: Many[Group],
+    tables: Many[Many[BlockTable]],
+    block_size: int,
+    offsets: Many[int],
+    slots: Many[int] | None,
+    lengths: Many[int] | None = None,
 ) -> Forward:
-    """The forward of one new token each of several sequences; `tables[b][g]` is row b's table in group g."""
-    arrays = BatchArrays.of(groups, tables, block_size, offsets, slots)
-    return arrays.forward(groups, block_size)
+    """The forward of one new token each of several sequences, or of `lengths` many; `tables[b][g]` is row b's table in
+    group g."""
+    arrays = BatchArrays.of(groups, tables, block_size, offsets, slots, lengths)
+    return arrays.forward(groups, block_size, max(lengths or (1,)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,10 +117,13 @@ class BatchArrays:
     """All that a forward of a batch depends on beside the tokens, int32. With rows and tables padded to a few sizes,
     the same shapes come again and again, and the forward can be compiled for them.
 
-    `offsets` `[B]`, `slots` `[B]` or None; for each group `writes` `[B]`, `blocks` `[B, width]`, `starts` `[B]`.
+    Rows with fewer new tokens than the longest are padded in front. `offsets` `[B]` is the position of each row's first
+    column, padding included (below zero where that is longer than the past); `firsts` `[B]` that of its first new
+    token. `slots` `[B]` or None; for each group `writes` `[B * L]`, `blocks` `[B, width]`, `starts` `[B]`.
     """
 
     offsets: mx.array
+    firsts: mx.array
     slots: mx.array | None
     writes: tuple[mx.array, ...]
     blocks: tuple[mx.array, ...]
@@ -128,23 +137,33 @@ class BatchArrays:
         block_size: int,
         offsets: Many[int],
         slots: Many[int] | None,
+        lengths: Many[int] | None = None,
         padded: Callable[[int], int] = int,
         rows: int = 0,
     ) -> "BatchArrays":
         """`padded` gives the width that a table of so many blocks gets; further rows up to `rows` are padding, which
         reads and writes the null entries."""
+        lengths = lengths or [1] * len(offsets)
+        longest = max(lengths)
         missing = [0] * max(0, rows - len(offsets))
         writes, blocks, starts = [], [], []
         for index, group in enumerate(groups):
-            found = [_reach(group, row[index], block_size, at) for row, at in zip(tables, offsets, strict=True)]
-            width = padded(max(len(reach) for reach, _, _ in found))
-            filled = np.full((len(offsets) + len(missing), width), NULL, np.int32)
-            for row, (reach, _, _) in enumerate(found):
-                filled[row, : len(reach)] = reach
-            blocks.append(mx.array(filled))
-            starts.append(mx.array([start for _, start, _ in found] + missing, mx.int32))
-            writes.append(mx.array([write for _, _, write in found] + missing, mx.int32))
+            reached = [
+                _reach(group, row[index], block_size, at, length)
+                for row, at, length in zip(tables, offsets, lengths, strict=True)
+            ]
+            width = padded(max(len(reach) for reach, _, _ in reached))
+            table = np.full((len(offsets) + len(missing), width), NULL, np.int32)
+            write = np.full((len(offsets) + len(missing), longest), NULL, np.int32)
+            for row, (reach, _, new) in enumerate(reached):
+                table[row, : len(reach)] = reach
+                write[row, longest - len(new) :] = new
+            blocks.append(mx.array(table))
+            starts.append(mx.array([start for _, start, _ in reached] + missing, mx.int32))
+            writes.append(mx.array(write.reshape(-1)))
+        first_columns = [at - (longest - length) for at, length in zip(offsets, lengths, strict=True)]
         return cls(
+            mx.array([*first_columns, *missing], mx.int32),
             mx.array([*offsets, *missing], mx.int32),
             None if slots is None else mx.array([*slots, *missing], mx.int32),
             tuple(writes),
@@ -152,30 +171,35 @@ class BatchArrays:
             tuple(starts),
         )
 
-    def forward(self, groups: Many[Group], block_size: int) -> Forward:
+    def forward(self, groups: Many[Group], block_size: int, length: int = 1) -> Forward:
+        """`length` is L, the new tokens of the longest row."""
         arrays = zip(groups, self.writes, self.blocks, self.starts, strict=True)
-        contexts = tuple(self._context(group, block_size, *rest) for group, *rest in arrays)
-        return Forward(self.offsets.shape[0], 1, self.offsets, contexts, self.slots)
+        contexts = tuple(self._context(group, block_size, length, *rest) for group, *rest in arrays)
+        return Forward(self.offsets.shape[0], length, self.offsets, contexts, self.slots)
 
     def _context(
-        self, group: Group, block_size: int, write: mx.array, blocks: mx.array, starts: mx.array
+        self, group: Group, block_size: int, length: int, write: mx.array, blocks: mx.array, starts: mx.array
     ) -> GroupContext:
-        length = blocks.shape[1] * block_size
-        last = (self.offsets - starts)[:, None]
-        position = mx.arange(length, dtype=mx.int32)[None]
-        mask = position <= last
+        count = blocks.shape[1] * block_size
+        slot = mx.arange(count, dtype=mx.int32)[None, None]
+        query = (self.offsets - starts)[:, None, None] + mx.arange(length, dtype=mx.int32)[None, :, None]
+        mask = slot <= query
         if group.window is not None:
-            mask = mask & (position > last - group.window)
-        tables = Paged(blocks, self.offsets + 1, None if group.window is None else starts)
-        mask = mask[:, None, None, :]
-        return GroupContext(group.window, block_size, write, blocks, 0, length, mask=mask, tables=tables)
+            mask = mask & (slot > query - group.window)
+        if length > 1:  # a column of padding sees one slot, so that its softmax is finite
+            padding = query < (self.firsts - starts)[:, None, None]
+            mask = mx.where(padding, slot == 0, mask)
+        tables = Paged(blocks, self.offsets + length, None if group.window is None else starts)
+        return GroupContext(group.window, block_size, write, blocks, 0, count, mask=mask[:, None], tables=tables)
 
 
-def _reach(group: Group, table: BlockTable, block_size: int, offset: int) -> tuple[list[int], int, int]:
-    """Of a row whose new token stands at `offset`: the blocks it reads, the position of their first slot, and the token
-    slot it writes."""
+def _reach(
+    group: Group, table: BlockTable, block_size: int, offset: int, length: int
+) -> tuple[list[int], int, list[int]]:
+    """Of a row whose new tokens stand at `offset` and behind: the blocks it reads, the position of their first slot,
+    and the token slots it writes."""
     first = group.first_visible(offset) // block_size
-    write = table.blocks[offset // block_size - table.first] * block_size + offset % block_size
+    write = _token_slots(table, block_size, range(offset, offset + length))
     return table.blocks[first - table.first :], first * block_size, write
 
 

@@ -133,7 +133,10 @@ def read_layout(model: nn.Module, kv_dtype: mx.Dtype | None = None) -> CacheLayo
     Raises UnsupportedModelError where the model's code does not run on this device at all.
     """
     blanks, caches = make_prompt_cache(model), make_prompt_cache(model)
-    asked = [_listen(cache) for cache in caches if type(cache) is RotatingKVCache]
+    asked: list[tuple[int, int]] = []
+    for cache in caches:
+        if type(cache) is RotatingKVCache:
+            _listen(cache, asked)
     try:
         _step(model, caches, _SETTLED)
         before = [_shapes(cache) for cache in caches]
@@ -143,7 +146,7 @@ def read_layout(model: nn.Module, kv_dtype: mx.Dtype | None = None) -> CacheLayo
         raise UnsupportedModelError(
             f"the model's code in mlx-lm does not run here: {error}", "This architecture cannot be run on this device."
         ) from error
-    _widen(caches, dict(pair for pairs in asked for pair in pairs))
+    _widen(caches, asked)
     groups: list[Group] = []
     layers = [_translate(cache, groups, kv_dtype) for cache in caches]
     for index, layer in enumerate(layers):
@@ -166,9 +169,8 @@ def _shapes(cache: Any) -> list[tuple[int, ...] | None]:
     return [None if a is None else a.shape for a in cache.cache] if isinstance(cache, ArraysCache) else []
 
 
-def _listen(cache: RotatingKVCache) -> list[tuple[int, int]]:
-    """From now on, the (size of the cache, window) pairs of the masks that the model asks this cache for."""
-    heard: list[tuple[int, int]] = []
+def _listen(cache: RotatingKVCache, heard: list[tuple[int, int]]) -> None:
+    """From now on, note the size of the cache and the window of each mask that the model asks this cache for."""
     make_mask = cache.make_mask
 
     def listening(N: int, window_size: int | None = None, return_array: bool = False) -> Any:
@@ -176,15 +178,14 @@ def _listen(cache: RotatingKVCache) -> list[tuple[int, int]]:
         return make_mask(N, window_size=window_size, return_array=return_array)
 
     cache.make_mask = listening
-    return heard
 
 
-def _widen(caches: list[Any], asked: dict[int, int]) -> None:
+def _widen(caches: list[Any], asked: list[tuple[int, int]]) -> None:
     """Count on the window of the masks where that is more than the cache would keep: what a prompt read in one go
     sees is what a model was trained with."""
     for cache in caches:
         if type(cache) is RotatingKVCache:
-            cache.max_size = max(cache.max_size, asked.get(cache.max_size, 0))
+            cache.max_size = max(cache.max_size, *(window for size, window in asked if size == cache.max_size), 0)
 
 
 # -- the table: one row a cache kind; None where only the model's own object will do

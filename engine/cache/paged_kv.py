@@ -85,7 +85,7 @@ class PagedKVCache(_BaseCache):  # type: ignore[misc]
         window = min(filter(None, (window_size, context.window)), default=None)
         if forward.is_batch:
             mask = _narrowed(context, forward, window_size)
-            return self._given(mask.reshape(-1, *[1] * (self.mask_axes - 2), mask.shape[-1]), window)
+            return self._given(mask.reshape(-1, *[1] * (self.mask_axes - 3), *mask.shape[-2:]), window)
         offset = int(forward.offset) - context.start  # type: ignore[arg-type]
         if window is not None and offset + N > window:
             return self._given(create_causal_mask(N, offset, window_size=window), window)
@@ -181,19 +181,18 @@ class PagedKVCache(_BaseCache):  # type: ignore[misc]
         blocks = pool.reshape(-1, self.block_size, *pool.shape[1:])[context.read]
         batch, count, size, heads, width = blocks.shape
         tokens = blocks.reshape(batch, count * size, heads, width)
-        tokens = tokens[:, context.skip : context.skip + context.length]
-        return tokens.transpose(0, 2, 1, 3)
+        if context.mask is not None:
+            # What nobody sees may be of a sequence that left there something not finite, which 0 times is no 0.
+            seen = context.mask.any(axis=(1, 2))
+            return mx.where(seen[:, :, None, None], tokens, 0).transpose(0, 2, 1, 3)
+        return tokens[:, context.skip : context.skip + context.length].transpose(0, 2, 1, 3)
 
 
 def _write(pool: mx.array, where: slice | mx.array, new: mx.array) -> None:
-    """Set the pool's token slots `where` to `new` `[B, H, L, D]`, in place where nobody else holds the pool.
-
-    What is not finite becomes 0: who gets the block next multiplies what it does not attend to by 0.
-    """
+    """Set the pool's token slots `where` to `new` `[B, H, L, D]`, in place where nobody else holds the pool."""
     batch, heads, length, width = new.shape
     if width == 0:  # K without V: an index that the model searches
         return
-    new = mx.where(new - new == 0, new, 0)
     pool[where] = new.transpose(0, 2, 1, 3).reshape(batch * length, heads, width).astype(pool.dtype)
 
 
@@ -208,5 +207,6 @@ def _narrowed(context: GroupContext, forward: Forward, window_size: int | None) 
         return context.mask
     position = mx.arange(context.length, dtype=mx.int32)
     assert context.window is None
-    visible = position > mx.array(forward.offset)[:, None] - window_size
-    return context.mask & visible[:, None, None, :]
+    query = mx.array(forward.offset)[:, None] + mx.arange(forward.length, dtype=mx.int32)
+    visible = (position > query[:, :, None] - window_size) | (query < 0)[:, :, None]
+    return context.mask & visible[:, None]
