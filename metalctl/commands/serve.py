@@ -63,6 +63,9 @@ def serve(
     The first REF is loaded at once, the others when they are asked for. SIGTERM or Ctrl-C lets running requests finish;
     a second one does not.
     """
+    from metalctl.kernels import blas
+
+    blas.preload()  # before the server imports mlx, or it has no effect
     from metalctl.server.durations import parse_seconds
     from metalctl.server.launch import Launch, keys, parse_size, run
 

@@ -13,7 +13,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from metalctl.server import answers, system
+from metalctl.server import answers, embeddings, system
 from metalctl.server.anthropic import messages
 from metalctl.server.anthropic.types import CountRequest, MessagesRequest
 from metalctl.server.errors import ApiError
@@ -63,6 +63,23 @@ ENTRIES = (
     Entry("GET", "/v1/models/{name:path}", models.get_model, answers.Model, group="OpenAI"),
     _openai("/v1/chat/completions", chat.chat_completions, ChatRequest, answers.ChatCompletion),
     _openai("/v1/completions", completions.completions, CompletionRequest, answers.TextCompletion),
+    Entry(
+        "POST",
+        "/v1/embeddings",
+        embeddings.embeddings,
+        embeddings.EmbeddingList,
+        embeddings.EmbeddingsRequest,
+        "OpenAI",
+    ),
+    Entry("POST", "/v1/rerank", embeddings.rerank, embeddings.Ranking, embeddings.RerankRequest),
+    Entry(
+        "POST",
+        "/api/embed",
+        embeddings.ollama_embed,
+        embeddings.OllamaEmbeddings,
+        embeddings.OllamaEmbedRequest,
+        "Ollama",
+    ),
     _openai("/v1/responses", responses.responses, ResponsesRequest, answers.ModelResponse),
     Entry(
         "POST", "/v1/messages", messages.messages, answers.AnthropicMessage, MessagesRequest, "Anthropic", streams=True
