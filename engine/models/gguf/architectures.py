@@ -18,4 +18,5 @@ def architecture(header: Header) -> Architecture:
             f"{header.name} is of the architecture {name!r}, which cannot be loaded from GGUF.",
             f"These can: {', '.join(sorted(ARCHITECTURES))}. The MLX version of the model may work.",
         )
-    return ARCHITECTURES[name]
+    row = ARCHITECTURES[name]
+    return (row.variant(header) if row.variant else None) or row

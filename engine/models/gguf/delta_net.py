@@ -4,7 +4,6 @@ from collections.abc import Callable
 
 import numpy as np
 
-from metalctl.engine.models.gguf.dense import GATED, rms
 from metalctl.engine.models.gguf.hybrid import EXPERTS, SHARED_EXPERT, experts
 from metalctl.engine.models.gguf.mapping import (
     Architecture,
@@ -16,6 +15,7 @@ from metalctl.engine.models.gguf.mapping import (
     log_of_negative,
     to,
 )
+from metalctl.engine.models.gguf.transformer import GATED, rms
 
 INSIDE = "language_model."  # mlx-lm keeps the text model below that
 

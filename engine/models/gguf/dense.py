@@ -1,6 +1,5 @@
-"""Architectures with one feed-forward network a layer, and what all transformers share."""
+"""Architectures with one feed-forward network a layer, and Mixtral, which GGUF calls llama."""
 
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -12,137 +11,24 @@ from metalctl.engine.models.gguf.mapping import (
     Config,
     Keys,
     Names,
-    interleave,
     minus_one,
     query_key_value,
     shares,
     to,
 )
-
-POOLING = {1: "mean", 2: "cls", 3: "last", 4: "rank"}  # how an embedding model makes one vector of its states
-
-OUTSIDE: Names = {
-    "token_embd": "model.embed_tokens",
-    "output_norm": "model.norm",
-    "output": "lm_head",
-    "rope_freqs": None,
-    "rope_factors_long": None,
-    "rope_factors_short": None,
-}
-
-ATTENTION: Names = {
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_output": "self_attn.o_proj",
-    "attn_norm": "input_layernorm",
-    "ffn_norm": "post_attention_layernorm",
-    "attn_rot_embd": None,
-    "rope_freqs": None,
-}
-
-GATED: Names = {"ffn_gate": "mlp.gate_proj", "ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj"}
-
-QK_NORM: Names = {"attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm"}
-
-# llama.cpp keeps the rotary dimensions of these side by side
-PAIRED: Names = {
-    "attn_q": to("self_attn.q_proj", rows=interleave("num_attention_heads")),
-    "attn_k": to("self_attn.k_proj", rows=interleave("num_key_value_heads")),
-}
-
-
-def common(keys: Keys, model_type: str) -> Config:
-    """What nearly every config has. `tie_word_embeddings` and the biases follow from which tensors there are."""
-    heads = keys.integer("attention.head_count")
-    hidden = keys.integer("embedding_length")
-    return {
-        "model_type": model_type,
-        "hidden_size": hidden,
-        "num_hidden_layers": keys.layers,
-        "intermediate_size": keys.integer("feed_forward_length", 0),
-        "num_attention_heads": heads,
-        "num_key_value_heads": keys.integer("attention.head_count_kv", heads),
-        "head_dim": keys.integer("attention.key_length", hidden // heads),
-        "vocab_size": keys.rows("token_embd.weight"),
-        "max_position_embeddings": keys.integer("context_length"),
-        "rope_theta": keys.number("rope.freq_base", 10000.0),
-        "rope_scaling": rope_scaling(keys),
-        "tie_word_embeddings": not keys.has("output.weight"),
-        "attention_bias": keys.has("blk.0.attn_q.bias"),
-        "mlp_bias": keys.has("blk.0.ffn_up.bias"),
-        "pooling": POOLING.get(keys.integer("pooling_type", 0)),
-    }
-
-
-def rms(keys: Keys, model_type: str) -> Config:
-    return {**common(keys, model_type), "rms_norm_eps": keys.number("attention.layer_norm_rms_epsilon")}
-
-
-def layer_norm(keys: Keys, model_type: str) -> Config:
-    return {**common(keys, model_type), "layer_norm_eps": keys.number("attention.layer_norm_epsilon")}
-
-
-def rope_scaling(keys: Keys) -> Config | None:
-    """mlx-lm's description of how rotary positions are stretched; None: not at all."""
-    if keys.has("rope_freqs.weight") or keys.has("blk.0.rope_freqs.weight"):
-        # The factors themselves are in a tensor, which `llama3_frequencies` puts in place; these describe them.
-        return {
-            "rope_type": "llama3",
-            "factor": 8.0,
-            "low_freq_factor": 1.0,
-            "high_freq_factor": 4.0,
-            "original_max_position_embeddings": 8192,
-        }
-    kind = keys.text("rope.scaling.type") or "none"
-    factor = keys.number("rope.scaling.factor", 1.0)
-    if kind == "none" or (kind == "linear" and factor == 1):
-        return None
-    if kind == "linear":
-        return {"type": "linear", "factor": factor}
-    original = keys.integer("rope.scaling.original_context_length", keys.integer("context_length"))
-    if kind == "yarn":
-        scaling: dict[str, Any] = {
-            "type": "yarn",
-            "factor": factor,
-            "original_max_position_embeddings": original,
-            "beta_fast": keys.number("rope.scaling.yarn_beta_fast", 32.0),
-            "beta_slow": keys.number("rope.scaling.yarn_beta_slow", 1.0),
-        }
-        attention = keys.optional("rope.scaling.attn_factor")
-        if attention is not None and attention != 1 and factor > 1:
-            scaling["mscale"] = (attention * (1 + 0.1 * math.log(factor)) - 1) / (0.1 * math.log(factor))
-        return scaling
-    if kind == "longrope":
-        return longrope(keys, original)
-    raise UnsupportedModelError(
-        f"{keys.header.name}: rotary positions are scaled by the rule {kind!r}, which is unknown."
-    )
-
-
-def longrope(keys: Keys, original: int) -> Config:
-    return {
-        "type": "longrope",
-        "original_max_position_embeddings": original,
-        "short_factor": keys.tensor("rope_factors_short.weight"),
-        "long_factor": keys.tensor("rope_factors_long.weight"),
-    }
-
-
-def llama3_frequencies(model: Any, keys: Keys) -> None:
-    """Puts the frequency factors of `rope_freqs.weight` in place of those that mlx-lm computed."""
-    name = "rope_freqs.weight" if keys.has("rope_freqs.weight") else "blk.0.rope_freqs.weight"
-    if not keys.has(name):
-        return
-    import mlx.core as mx
-    from mlx_lm.models.rope_utils import Llama3RoPE
-
-    factors = np.array(keys.tensor(name), np.float32)
-    base = keys.number("rope.freq_base", 10000.0)
-    for _, module in model.named_modules():
-        if isinstance(module, Llama3RoPE):
-            exponents = np.arange(0, module.dims, 2, dtype=np.float32) / module.dims
-            module._freqs = mx.array((base**exponents).astype(np.float32) * factors)
+from metalctl.engine.models.gguf.transformer import (
+    ATTENTION,
+    GATED,
+    OUTSIDE,
+    PAIRED,
+    QK_NORM,
+    common,
+    layer_norm,
+    llama3_frequencies,
+    longrope,
+    partial_rotary,
+    rms,
+)
 
 
 def llama(keys: Keys) -> Config:
@@ -197,11 +83,6 @@ def _query_scale(config: Config, layers_of_27b: int) -> int:
     if config["num_hidden_layers"] == layers_of_27b:
         return int(config["hidden_size"] // config["num_attention_heads"])
     return int(config["head_dim"])
-
-
-def partial_rotary(keys: Keys, config: Config) -> float:
-    """The share of a head's dimensions that turn."""
-    return keys.integer("rope.dimension_count", config["head_dim"]) / float(config["head_dim"])
 
 
 def phi2(keys: Keys) -> Config:
@@ -284,6 +165,18 @@ def exaone4(keys: Keys) -> Config:
     return {**config, "sliding_window": window, "sliding_window_pattern": pattern if window else None}
 
 
+def hunyuan(keys: Keys) -> Config:
+    """The file has the base after scaling."""
+    scaling = {"type": "dynamic", "alpha": 1.0, "factor": 1.0}
+    qk_norm = keys.has("blk.0.attn_q_norm.weight")
+    return {**rms(keys, "hunyuan_v1_dense"), "rope_scaling": scaling, "use_qk_norm": qk_norm}
+
+
+def ernie(keys: Keys) -> Config:
+    config = rms(keys, "ernie4_5")
+    return {**config, "use_bias": config["attention_bias"]}
+
+
 def command_r(keys: Keys) -> Config:
     return {
         **layer_norm(keys, "cohere"),
@@ -353,6 +246,12 @@ GLM4: Names = {
     "post_attention_norm": "post_self_attn_layernorm",
     "post_ffw_norm": "post_mlp_layernorm",
 }
+HUNYUAN: Names = {
+    **ATTENTION,
+    **GATED,
+    "attn_q_norm": "self_attn.query_layernorm",
+    "attn_k_norm": "self_attn.key_layernorm",
+}
 STABLELM: Names = {
     **ATTENTION,
     **GATED,
@@ -393,4 +292,7 @@ DENSE: dict[str, Architecture] = {
     "exaone4": _row(exaone4, POST_NORM),
     "command-r": _row(command_r, {**PLAIN, **QK_NORM}),
     "cohere2": _row(cohere2, PLAIN),
+    "seed_oss": _row(_typed("seed_oss"), {**PLAIN, "post_attention_norm": "post_attention_layernorm"}),
+    "ernie4_5": _row(ernie, PLAIN),
+    "hunyuan-dense": _row(hunyuan, HUNYUAN),
 }

@@ -2,19 +2,7 @@
 
 from typing import Any
 
-from metalctl.engine.errors import UnsupportedModelError
-from metalctl.engine.models.gguf.dense import (
-    ATTENTION,
-    GATED,
-    MIXTRAL_EXPERTS,
-    OUTSIDE,
-    PAIRED,
-    QK_NORM,
-    common,
-    granite,
-    llama3_frequencies,
-    rms,
-)
+from metalctl.engine.models.gguf.dense import MIXTRAL_EXPERTS, granite
 from metalctl.engine.models.gguf.mapping import (
     Architecture,
     Array,
@@ -26,6 +14,18 @@ from metalctl.engine.models.gguf.mapping import (
     halves,
     log_of_negative,
     to,
+)
+from metalctl.engine.models.gguf.reader import Header
+from metalctl.engine.models.gguf.transformer import (
+    ATTENTION,
+    GATED,
+    OUTSIDE,
+    PAIRED,
+    QK_NORM,
+    common,
+    llama3_frequencies,
+    partial_rotary,
+    rms,
 )
 
 SOFTMAX = 1  # values of expert_gating_func
@@ -51,7 +51,7 @@ def experts(keys: Keys) -> Config:
     return {
         "num_experts": keys.integer("expert_count"),
         "num_experts_per_tok": keys.integer("expert_used_count"),
-        "moe_intermediate_size": keys.integer("expert_feed_forward_length"),
+        "moe_intermediate_size": keys.integer("expert_feed_forward_length", keys.integer("feed_forward_length", 0)),
     }
 
 
@@ -84,21 +84,17 @@ def gpt_oss(keys: Keys) -> Config:
 
 
 def deepseek2(keys: Keys) -> Config:
-    """DeepSeek V2: softmax routing. V3 and its kin choose experts by sigmoids and a bias."""
-    if keys.integer("expert_gating_func", SOFTMAX) != SOFTMAX or keys.flag("expert_weights_norm", False):
-        raise UnsupportedModelError(
-            f"{keys.header.name}: experts chosen as in DeepSeek V3 cannot be loaded from GGUF.",
-            "The MLX version of the model works.",
-        )
+    config = rms(keys, "deepseek_v2")
+    groups = keys.integer("expert_group_count", 1)
     rotary = keys.integer("rope.dimension_count")
     head = keys.integer("attention.key_length_mla", keys.integer("attention.key_length"))
     value = keys.integer("attention.value_length_mla", keys.integer("attention.value_length"))
-    scaling = dict(rms(keys, "")["rope_scaling"] or {"factor": 1.0})
+    scaling = dict(config["rope_scaling"] or {"factor": 1.0})
     log_multiplier = keys.optional("rope.scaling.yarn_log_multiplier")
     if log_multiplier is not None:
         scaling["mscale_all_dim"] = scaling["mscale"] = round(log_multiplier / 0.1, 6)
     return {
-        **rms(keys, "deepseek_v2"),
+        **config,
         "rope_scaling": scaling,
         "q_lora_rank": keys.integer("attention.q_lora_rank", 0) or None,
         "kv_lora_rank": keys.integer("attention.kv_lora_rank"),
@@ -113,8 +109,28 @@ def deepseek2(keys: Keys) -> Config:
         "routed_scaling_factor": keys.number("expert_weights_scale", 1.0) or 1.0,
         "first_k_dense_replace": keys.integer("leading_dense_block_count", 0),
         "moe_layer_freq": 1,
-        "topk_method": "greedy",
+        "n_group": groups,
+        "topk_group": keys.integer("expert_group_used_count", groups),
+        "topk_method": "group_limited_greedy" if groups > 1 else "greedy",
     }
+
+
+def deepseek3(keys: Keys) -> Config:
+    """DeepSeek V3, Kimi K2 and GLM-4.7 Flash, under the name of V2: experts are chosen by sigmoids and a bias."""
+    config = deepseek2(keys)
+    return {
+        **config,
+        "model_type": "deepseek_v3",
+        "rope_scaling": config["rope_scaling"] if len(config["rope_scaling"]) > 1 else None,
+        "topk_method": "noaux_tc",
+        "scoring_func": "sigmoid",
+        "norm_topk_prob": keys.flag("expert_weights_norm", True),
+    }
+
+
+def _of_deepseek3(header: Header) -> Architecture | None:
+    gating = header.get("deepseek2.expert_gating_func", int, SOFTMAX)
+    return None if gating == SOFTMAX else DEEPSEEK3_ROW
 
 
 def _keys_upright(array: Array, config: Config) -> Array:
@@ -198,6 +214,41 @@ def lfm2(keys: Keys) -> Config:
     }
 
 
+def lfm2moe(keys: Keys) -> Config:
+    return {
+        **lfm2(keys),
+        **experts(keys),
+        "model_type": "lfm2_moe",
+        "norm_topk_prob": True,
+        "num_dense_layers": keys.integer("leading_dense_block_count"),
+        "use_expert_bias": any(name.endswith("exp_probs_b.bias") for name in keys.tensors),
+    }
+
+
+def glm4moe(keys: Keys) -> Config:
+    config = rms(keys, "glm4_moe")
+    routed = experts(keys)
+    return {
+        **config,
+        **routed,
+        "n_routed_experts": routed["num_experts"],
+        "n_shared_experts": keys.integer("expert_shared_count", 0) or None,
+        "routed_scaling_factor": keys.number("expert_weights_scale", 1.0),
+        "norm_topk_prob": keys.flag("expert_weights_norm", True),
+        "first_k_dense_replace": keys.integer("leading_dense_block_count", 0),
+        "n_group": keys.integer("expert_group_count", 1),
+        "topk_group": keys.integer("expert_group_used_count", 1),
+        "topk_method": "noaux_tc",
+        "scoring_func": "sigmoid",
+        "use_qk_norm": keys.has("blk.0.attn_q_norm.weight"),
+        "partial_rotary_factor": partial_rotary(keys, config),
+    }
+
+
+def olmoe(keys: Keys) -> Config:
+    return {**rms(keys, "olmoe"), **experts(keys), "norm_topk_prob": False}
+
+
 def _state_space(module: str) -> Names:
     return {
         "ssm_in": f"{module}.in_proj",
@@ -231,6 +282,26 @@ DEEPSEEK2: Names = {
     "ffn_gate_shexp": "mlp.shared_experts.gate_proj",
     "ffn_up_shexp": "mlp.shared_experts.up_proj",
     "ffn_down_shexp": "mlp.shared_experts.down_proj",
+}
+
+SCORE_BIAS: Names = {"exp_probs_b": to("mlp.gate.e_score_correction_bias", whole=True)}
+
+DEEPSEEK3: Names = {
+    **DEEPSEEK2,
+    **SCORE_BIAS,
+    "attn_k_b": "self_attn.embed_q",
+    "attn_v_b": "self_attn.unembed_out",
+}
+DEEPSEEK3_ROW = Architecture(deepseek3, OUTSIDE, DEEPSEEK3, wide_range=True)
+
+GLM4_MOE: Names = {
+    **ATTENTION,
+    **QK_NORM,
+    **GATED,
+    **EXPERTS,
+    **SCORE_BIAS,
+    "post_attention_norm": "post_attention_layernorm",
+    **{f"ffn_{part}_shexp": f"mlp.shared_experts.{part}_proj" for part in ("gate", "up", "down")},
 }
 
 GPT_OSS: Names = {
@@ -280,12 +351,29 @@ LFM2: Names = {
     "shortconv.out_proj": "conv.out_proj",
 }
 
+LFM2_OUTSIDE: Names = {
+    **OUTSIDE,
+    "output_norm": "model.embedding_norm",
+    "token_embd_norm": "model.embedding_norm",
+    "output": None,
+}
+
+LFM2_MOE: Names = {
+    **LFM2,
+    **{f"ffn_{part}": f"feed_forward.{part}_proj" for part in ("gate", "up", "down")},
+    **{f"ffn_{part}_exps": f"feed_forward.switch_mlp.{part}_proj" for part in ("gate", "up", "down")},
+    "ffn_gate_inp": "feed_forward.gate",
+    "exp_probs_b": to("feed_forward.expert_bias", whole=True),
+}
+
 QWEN2_MOE: Names = {**ATTENTION, **EXPERTS, **SHARED_EXPERT}
 
 HYBRID: dict[str, Architecture] = {
     "qwen2moe": Architecture(qwen2moe, OUTSIDE, QWEN2_MOE),
     "qwen3moe": Architecture(qwen3moe, OUTSIDE, {**ATTENTION, **EXPERTS, **QK_NORM}),
-    "deepseek2": Architecture(deepseek2, OUTSIDE, DEEPSEEK2),
+    "deepseek2": Architecture(deepseek2, OUTSIDE, DEEPSEEK2, variant=_of_deepseek3, wide_range=True),
+    "glm4moe": Architecture(glm4moe, OUTSIDE, GLM4_MOE, wide_range=True),
+    "olmoe": Architecture(olmoe, OUTSIDE, {**ATTENTION, **EXPERTS, **QK_NORM}),
     "gpt-oss": Architecture(gpt_oss, OUTSIDE, GPT_OSS, wide_range=True),
     "granitemoe": Architecture(
         granitemoe, OUTSIDE, {**ATTENTION, **PAIRED, **GRANITE_EXPERTS}, prepare=llama3_frequencies
@@ -297,9 +385,6 @@ HYBRID: dict[str, Architecture] = {
         NEMOTRON_H,
         layer_path="backbone.layers.{}.",
     ),
-    "lfm2": Architecture(
-        lfm2,
-        {**OUTSIDE, "output_norm": "model.embedding_norm", "token_embd_norm": "model.embedding_norm", "output": None},
-        LFM2,
-    ),
+    "lfm2": Architecture(lfm2, LFM2_OUTSIDE, LFM2),
+    "lfm2moe": Architecture(lfm2moe, LFM2_OUTSIDE, LFM2_MOE),
 }

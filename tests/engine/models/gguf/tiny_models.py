@@ -14,6 +14,7 @@ SAME_ARCHITECTURE = {
     "olmo3": "olmo2",
     "stablelm-qk": "stablelm",
     "exaone4-global": "exaone4",
+    "deepseek3": "deepseek2",
 }
 
 BASE: dict[str, Any] = {
@@ -179,6 +180,38 @@ METADATA: dict[str, dict[str, Any]] = {
     "qwen35": DELTA_NET,
     "qwen35moe": {**DELTA_NET, **EXPERTS, "expert_shared_feed_forward_length": 64},
     "qwen3next": {**DELTA_NET, **EXPERTS, "expert_shared_feed_forward_length": 64},
+    "seed_oss": BASE,
+    "hunyuan-dense": {**BASE, "rope.freq_base": 1000.0 * 50.0 ** (16 / 14), "rope.scaling.type": "none"},
+    "ernie4_5": BASE,
+    "olmoe": {**BASE, "attention.head_count_kv": HEADS, "expert_count": 4, "expert_used_count": 2},
+    "glm4moe": {
+        **BASE,
+        **HALF,
+        **EXPERTS,
+        "expert_shared_count": 1,
+        "leading_dense_block_count": 1,
+        "expert_gating_func": 2,
+        "expert_weights_scale": 1.5,
+        "expert_weights_norm": True,
+    },
+    "lfm2moe": {
+        **BASE,
+        **EXPERTS,
+        "attention.head_count_kv": [0, KV, 0],
+        "shortconv.l_cache": 3,
+        "leading_dense_block_count": 1,
+        "expert_gating_func": 2,
+    },
+}
+METADATA["deepseek3"] = {
+    **METADATA["deepseek2"],
+    "expert_gating_func": 2,
+    "expert_weights_scale": 1.5,
+    "expert_weights_norm": True,
+    "rope.scaling.type": "yarn",
+    "rope.scaling.factor": 4.0,
+    "rope.scaling.original_context_length": 128,
+    "rope.scaling.yarn_log_multiplier": 0.1,
 }
 
 CASES = sorted(METADATA)

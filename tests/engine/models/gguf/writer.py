@@ -39,6 +39,8 @@ def _values(name: str, shape: tuple[int, ...], rng: np.random.Generator) -> np.n
     values = rng.standard_normal(shape).astype(np.float32)
     if name.endswith(("A_log", "dt_bias")):
         return np.abs(values)
+    if name.endswith(("e_score_correction_bias", "expert_bias")):
+        return 0.1 * values
     if len(shape) == 1 or "norm" in name:
         return 0.3 * values + (0 if name.endswith(("bias", "sinks")) else 1)
     return values * (0.5 if "embed" in name else shape[-1] ** -0.5 * 1.5)
@@ -127,6 +129,10 @@ def _renamed(kind: str, config: Config, name: str, value: np.ndarray) -> Tensors
         yield name, value.reshape(groups, -1)
     elif name.endswith(".sinks"):
         yield name + ".weight", value
+    elif name.endswith(("e_score_correction_bias", "expert_bias")):
+        yield f"blk.{name.split('.')[2]}.exp_probs_b.bias", value
+    elif ".embed_q." in name or ".unembed_out." in name:
+        yield name.replace("embed_q", "k_b_proj").replace("unembed_out", "v_b_proj"), value
     elif ".kv_b_proj." in name:
         yield from _split_kv_b(config, name, value)
     elif ".shared_mlp.input_linear" in name:
@@ -155,7 +161,12 @@ NUMBERED_EXPERTS = tuple(
     (f".switch_mlp.{ours}_proj", f".experts.{theirs}")
     for ours, theirs in (("gate", "w1"), ("down", "w2"), ("up", "w3"))
 )
-RENAMES = dict.fromkeys(("mixtral", "granitemoe", "granitemoehybrid"), NUMBERED_EXPERTS)
+LFM2_EXPERTS = tuple(
+    (f".feed_forward.{inside}{ours}_proj", f".feed_forward.{theirs}")
+    for inside, outside in (("switch_mlp.", "experts."), ("", ""))
+    for ours, theirs in (("gate", f"{outside}w1"), ("down", f"{outside}w2"), ("up", f"{outside}w3"))
+)
+RENAMES = {"lfm2_moe": LFM2_EXPERTS} | dict.fromkeys(("mixtral", "granitemoe", "granitemoehybrid"), NUMBERED_EXPERTS)
 
 
 def gguf_name(architecture: str, kind: str, layers: int, name: str) -> str:
@@ -164,6 +175,8 @@ def gguf_name(architecture: str, kind: str, layers: int, name: str) -> str:
     table = gguf.get_tensor_name_map({v: k for k, v in gguf.MODEL_ARCH_NAMES.items()}[architecture], layers)
     for ours, theirs in RENAMES.get(kind, EXPERTS):
         name = name.replace(ours, theirs)
+    if ".feed_forward.experts." in name:
+        name = name.removeprefix("model.")
     found = table.get_name(name, try_suffixes=(".weight", ".bias"))
     if found is None:
         raise KeyError(f"{architecture}: {name}")
