@@ -7,6 +7,10 @@ import sys
 
 def run() -> int:
     """The exit code of the command line that this process was given."""
+    if sys.argv[1:] == ["completion", "--models"]:  # at every Tab, so without the parser, which takes long to import
+        from metalctl.completion.names import print_names
+
+        return print_names()
     try:
         from metalctl.cli import main
     except KeyboardInterrupt:
