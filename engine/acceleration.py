@@ -3,6 +3,7 @@
 Nothing happens on Metal. The replacements are per model: other models, and mlx-lm's own code, stay as they are.
 """
 
+import math
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -20,6 +21,7 @@ from metalctl.kernels.cpu import library
 from metalctl.kernels.cpu.build import BuildError, build
 from metalctl.kernels.cpu.library import Gate, LibraryError, Turns
 
+CLOSE = 1e-4  # of the largest value; the same formula computed otherwise differs by less
 _FLOATS = (mx.float16, mx.bfloat16, mx.float32)
 
 
@@ -133,7 +135,7 @@ def _yarn_rope(module: Any, siblings: native.Siblings) -> str:
 
 
 def _turn(module: Any, inverse_frequencies: mx.array, traditional: bool, scale: float) -> str:
-    module.__class__ = native.RoPE
+    module.__class__ = native.with_call_of(native.RoPE, type(module))
     module.adopt(Turns([float(x) for x in inverse_frequencies], traditional, scale))
     return "ropes"
 
@@ -181,13 +183,16 @@ def _gated_mlp(module: Any) -> str:
         return ""
     x = mx.random.normal((2, module.gate_proj.native.layout.k), key=mx.random.key(0))
     expected = module(x)
-    gate, up = module.gate_proj.operation(x), module.up_proj.operation(x)
-    for kind, activation in ((Gate.SILU, nn.silu), (Gate.GELU_TANH, nn.gelu_approx)):
-        if native.agree(expected, module.down_proj.operation(activation(gate) * up), 1e-3):
-            module.__class__ = native.with_call_of(native.GatedMLP, type(module))
-            native.GatedMLP.adopt(module, kind)
-            return "MLPs"
-    return ""
+    found = (math.inf, Gate.NONE)
+    for activation in (Gate.SILU, Gate.GELU_TANH, Gate.GELU):
+        hidden = native.gated(module.gate_proj, module.up_proj, activation)(x)
+        found = min(found, (native.difference(expected, module.down_proj.operation(hidden)), activation))
+    if not found[0] <= CLOSE:
+        return ""
+    module.__class__ = native.with_call_of(native.GatedMLP, type(module))
+    module.activation = found[1]
+    module.gated = native.gated(module.gate_proj, module.up_proj, found[1])
+    return "MLPs"
 
 
 def _unknown_norm(module: Any) -> str:
@@ -197,7 +202,8 @@ def _unknown_norm(module: Any) -> str:
     expected = module(x)
     weight = module["weight"].astype(mx.float32)
     for plus_one in (False, True):
-        if native.agree(expected, mx.fast.rms_norm(x, weight + 1.0 if plus_one else weight, module.eps), 1e-2):
+        ours = mx.fast.rms_norm(x, weight + 1.0 if plus_one else weight, module.eps)
+        if native.difference(expected, ours) <= CLOSE:
             module.__class__ = native.RMSNorm
             module.adopt(plus_one)
             return "norms"

@@ -100,6 +100,15 @@ class NativeLinear(nn.Module):
         """As floats `[n, k]`; made anew for whoever asks."""
         return _unpacked(self.native)
 
+    def __setattr__(self, key: str, value: Any) -> None:
+        if key != "weight":
+            return super().__setattr__(key, value)
+        # A model that changes its weights as it runs: from now on this is an ordinary layer.
+        self.pop("packed")
+        self.__class__ = nn.Linear
+        self.weight = value
+        return None
+
 
 class Linear(NativeLinear, nn.Linear):  # type: ignore[override]
     pass
@@ -192,16 +201,16 @@ class GatedExperts(SwitchGLU):  # type: ignore[misc]
         return output.squeeze(-2)
 
 
+def gated(gate: NativeLinear, up: NativeLinear, activation: Gate) -> Operation:
+    """`activation(gate(x)) * up(x)`"""
+    return library.linear([gate.native, up.native], [gate.native_bias, up.native_bias], activation)
+
+
 class GatedMLP(nn.Module):
     """`down(activation(gate(x)) * up(x))`: gate, up and the product between them are one operation."""
 
     gated: Operation
     activation: Gate
-
-    def adopt(self, activation: Gate) -> None:
-        self.activation = activation
-        parts = (self.gate_proj, self.up_proj)
-        self.gated = library.linear([p.native for p in parts], [p.native_bias for p in parts], activation)
 
     def __call__(self, x: mx.array) -> mx.array:
         output: mx.array = self.down_proj.operation(self.gated(x))
@@ -243,13 +252,16 @@ class RoPE(nn.Module):
         self.turns = turns
         self.operation = library.rope(turns)
 
-    def __call__(self, x: mx.array, offset: int | mx.array = 0) -> mx.array:
+    def __call__(self, x: mx.array, offset: int | mx.array = 0, **rest: Any) -> mx.array:
+        if rest or x.ndim < 3:
+            return super().__call__(x, offset=offset, **rest)  # type: ignore[misc, no-any-return]
         return self.operation(x, Positions.of(offset))
 
 
-def agree(a: mx.array, b: mx.array, tolerance: float) -> bool:
-    """Whether they differ by at most that share of the largest value."""
-    return bool(mx.abs(a - b).max() <= tolerance * mx.abs(a).max())
+def difference(a: mx.array, b: mx.array) -> float:
+    """The largest, as a share of the largest value."""
+    share = mx.abs(a - b).max() / mx.abs(a).max()
+    return float(share.item())
 
 
 def with_call_of(ours: type, theirs: type) -> type:

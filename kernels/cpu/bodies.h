@@ -114,6 +114,7 @@ inline void accumulate(const Pack& w, int tile, int part, const Product& p, cons
 
 inline f32x gated(Gate gate, f32x x) {
   if (gate == Gate::silu) return x / (1.0f + exp(-x));
+  if (gate == Gate::gelu) return 0.5f * x * (1.0f + erf(x * 0.70710678f));
   // 0.5 x (1 + tanh(sqrt(2/pi) (x + 0.044715 x^3)))
   return 0.5f * x * (1.0f + tanh(0.7978845608f * (x + 0.044715f * x * x * x)));
 }
@@ -147,6 +148,8 @@ inline void product_rows(const Product& p, int tile, int row) {
     if (p.up) {
       f32x up[R];
       accumulate<R>(*p.up, tile, part, p, x_rows, up);
+      if (p.up_bias)
+        for (int r = 0; r < R; r++) up[r] += load_some(p.up_bias + column, count);
       for (int r = 0; r < R; r++) acc[r] = gated(p.gate, acc[r]) * up[r];
     }
     for (int r = 0; r < R; r++) {

@@ -50,6 +50,7 @@ class Layer : public Body {
     Product product = p_.linears[GATE].product(normed, gated);
     const Pack up = p_.linears[UP].weight.pack();
     product.up = &up;
+    product.up_bias = p_.linears[UP].bias ? p_.linears[UP].bias->data<float>() : nullptr;
     product.gate = p_.gate;
     multiply({product}, rows);
     add(DOWN, AFTER_MLP, gated, middle, out[0].data<float>(), rows, hidden, scratch);

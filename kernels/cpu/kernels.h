@@ -42,9 +42,9 @@ struct Quantized {
   float* sums;
 };
 
-enum class Gate : int { none = 0, silu = 1, gelu_tanh = 2 };
+enum class Gate : int { none = 0, silu = 1, gelu_tanh = 2, gelu = 3 };
 
-// y[m, n] = x . w  (+ bias[n]) (+ residual[m, n]);  with `up`: gate(x . w) * (x . up)
+// y[m, n] = x . w  (+ bias[n]) (+ residual[m, n]);  with `up`: gate(x . w + bias) * (x . up + up_bias)
 struct Product {
   Pack weight;
   const Pack* up = nullptr;
@@ -54,6 +54,7 @@ struct Product {
   const int32_t* rows = nullptr;  // row i of the product reads x's row rows[i] and writes y's row outputs[i]
   const int32_t* outputs = nullptr;
   const float* bias = nullptr;
+  const float* up_bias = nullptr;
   const float* residual = nullptr;
   float* y = nullptr;
   int64_t y_stride = 0;

@@ -38,6 +38,7 @@ class Gate(IntEnum):
     NONE = 0
     SILU = 1
     GELU_TANH = 2
+    GELU = 3
 
 
 _FLOATS = {mx.float16: Format.F16, mx.bfloat16: Format.BF16, mx.float32: Format.F32}
@@ -219,7 +220,7 @@ def linear(
     gate: Gate = Gate.NONE,
     norm: tuple[mx.array, float] | None = None,
 ) -> Operation:
-    """x `[..., k]` times each weight, plus its bias (float32); with a gate `gate(x . w0) * (x . w1)`.
+    """x `[..., k]` times each weight, plus its bias (float32); with a gate `gate(x . w0 + b0) * (x . w1 + b1)`.
 
     `norm` (weight, eps) is an RMS norm that x goes through first. A second input is added to the (one) result.
     """
@@ -299,6 +300,7 @@ class Layer:
     kv_heads: int
     width: int
     scale: float
+    softcap: float | None
     turns: Turns | None
     gate: Gate
     linears: Sequence[tuple[Weight, mx.array | None]]
@@ -317,7 +319,7 @@ def decoder_layer(layer: Layer, window: int | None, block_size: int) -> Operatio
     handle = _get().metalctl_layer(
         (ctypes.c_int * 7)(*numbers, int(layer.gate), block_size),
         layer.scale,
-        0.0,
+        layer.softcap or 0.0,
         turns.handle if turns else None,
         (_pointer * 7)(*(weight.handle for weight, _ in layer.linears)),
         (_objects * 7)(*(bias for _, bias in layer.linears)),  # type: ignore[misc]

@@ -70,7 +70,10 @@ class LinearBody : public Body {
     for (size_t i = 0; i < results(); i++) {
       Product p = Linear{weights_[i], biases_[i]}.product(x, out[i].data<float>());
       p.gate = gate_;
-      if (gate_ != Gate::none) p.up = &up;
+      if (gate_ != Gate::none) {
+        p.up = &up;
+        p.up_bias = biases_[1] ? biases_[1]->data<float>() : nullptr;
+      }
       p.residual = in.size() > 1 ? floats(in[1], scratch) : nullptr;
       products.push_back(p);
     }
@@ -116,8 +119,13 @@ class Experts : public Body {
       Product& p = products[e];
       p.weight = weights_[0].pack(e);
       p.gate = gate_;
-      if (gate_ != Gate::none) ups[e] = weights_[1].pack(e), p.up = &ups[e];
-      if (biases_[0]) p.bias = biases_[0]->data<float>() + int64_t(e) * layout.n;
+      const int64_t bias_at = int64_t(e) * layout.n;
+      if (biases_[0]) p.bias = biases_[0]->data<float>() + bias_at;
+      if (gate_ != Gate::none) {
+        ups[e] = weights_[1].pack(e);
+        p.up = &ups[e];
+        if (biases_[1]) p.up_bias = biases_[1]->data<float>() + bias_at;
+      }
       p.rows = order.x_rows.data() + from;
       p.outputs = order.outputs.data() + from;
       p.y = out[0].data<float>();

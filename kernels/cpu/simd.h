@@ -142,6 +142,18 @@ inline f32x exp(f32x x) {
 
 inline f32x tanh(f32x x) { return 1.0f - 2.0f / (exp(2.0f * x) + 1.0f); }
 
+// Abramowitz and Stegun 7.1.26: to 2e-7.
+inline f32x erf(f32x x) {
+  const f32x size = maximum(x, -x), t = 1.0f / (1.0f + 0.3275911f * size);
+  f32x p = splat(1.061405429f);
+  p = p * t - 1.453152027f;
+  p = p * t + 1.421413741f;
+  p = p * t - 0.284496736f;
+  p = p * t + 0.254829592f;
+  const f32x positive = 1.0f - p * t * exp(-size * size);
+  return select(x < 0.0f, -positive, positive);
+}
+
 // -- the dot product of bytes: each lane of `acc` gains the product of four unsigned bytes of w with four signed of x
 
 template <bool Wide>  // whether w may exceed 127
