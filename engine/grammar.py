@@ -37,9 +37,15 @@ class Preamble:
 
 
 def json_schema(schema: Mapping[str, Any] | bool) -> str:
-    """The grammar of the JSON texts that a schema describes; True: of any JSON text."""
+    """The grammar of the JSON texts that a schema describes; True: of any JSON text.
+
+    Raises UsageError for a schema that is nested too deeply; whether it can be used is seen when it is compiled.
+    """
     options = {"whitespace_flexible": True, "whitespace_pattern": WHITE_SPACE, "coerce_one_of": True}
-    return LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides=options)  # type: ignore[arg-type]
+    try:
+        return LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides=options)  # type: ignore[arg-type]
+    except (ValueError, RecursionError) as error:
+        raise UsageError(f"the schema cannot be used: {error}") from None
 
 
 def any_object() -> str:

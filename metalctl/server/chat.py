@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-import secrets
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, aclosing
 from dataclasses import dataclass, field, replace
@@ -307,7 +306,3 @@ def _cut_after(prompt: str, beginning: str) -> str:
     if not beginning.strip() or position < 0:
         raise UsageError("this model's template does not let an answer be continued.")
     return prompt[: position + len(beginning.strip())]
-
-
-def new_id(prefix: str) -> str:
-    return f"{prefix}{secrets.token_hex(12)}"

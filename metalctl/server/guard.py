@@ -11,6 +11,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from metalctl.server.errors import ApiError, body, dialect_of, translate
+from metalctl.server.ids import new_id
 from metalctl.server.metrics import Metrics
 from metalctl.server.streaming import ClientGone
 
@@ -54,12 +55,15 @@ class Guard:
             await self._app(scope, receive, send)
             return
         exchange = _Exchange()
+        name = new_id("req_")
         headers = Headers(scope=scope)
         origin = self._allowed_origin(headers)
 
         async def noting(message: Message) -> None:
             if message["type"] == "http.response.start":
                 exchange.status = message["status"]
+                for header in ("x-request-id", "request-id"):  # as OpenAI's and Anthropic's clients look for it
+                    MutableHeaders(scope=message)[header] = name
                 if origin:
                     MutableHeaders(scope=message).append("access-control-allow-origin", origin)
                     MutableHeaders(scope=message).append("vary", "Origin")
@@ -68,7 +72,8 @@ class Guard:
         await self._answer(scope, receive, noting, headers, exchange)
         seconds = time.perf_counter() - exchange.began
         self._metrics.request(scope, exchange.status, seconds)
-        log.info("%s %s %d %.3f s", scope["method"], _printable(scope["path"]), exchange.status, seconds)
+        path = _printable(scope["path"])
+        log.info("%s %s %s %d %.3f s", name, scope["method"], path, exchange.status, seconds)
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send, headers: Headers, exchange: _Exchange) -> None:
         try:

@@ -8,17 +8,23 @@ import socket
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from ipaddress import ip_address
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import uvicorn
 
 from metalctl.app import Invocation
 from metalctl.engine.config import EngineConfig
 from metalctl.engine.errors import MetalctlError, ModelNotFoundError, StorageError, UsageError
-from metalctl.engine_start import running_engine
+from metalctl.engine_start import find_model, running_engine
 from metalctl.server.app import create_app
+from metalctl.server.embeddings import served_vectors
 from metalctl.server.guard import GuardOptions
 from metalctl.server.models import Limits, ModelManager, ModelSpec, ServedModel
+
+if TYPE_CHECKING:
+    from metalctl.engine.models.checkpoint import Checkpoint
 
 _LOOPBACK = frozenset({"localhost", "127.0.0.1", "::1"})
 _SIZES = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
@@ -54,15 +60,13 @@ class PortError(MetalctlError):
 
 
 def run(invocation: Invocation, launch: Launch) -> None:
-    """Serve until a signal comes. Raises what loading the first model raises, and PortError."""
+    """Serve until a signal comes. Raises what finding models and loading the first raise, and PortError."""
     _refuse_open_door(launch)
+    _check_names(launch)
     _log_to_stderr(invocation.output.verbose)
-    specs = _specs(invocation, launch)
-    listener = _listener(launch.host, launch.port)
-    try:
+    with _listener(launch.host, launch.port) as listener:
+        specs = _specs(invocation, launch)
         asyncio.run(_serve(invocation, launch, specs, listener))
-    finally:
-        listener.close()
 
 
 async def _serve(invocation: Invocation, launch: Launch, specs: list[ModelSpec], listener: socket.socket) -> None:
@@ -100,7 +104,7 @@ def _announce(invocation: Invocation, launch: Launch, specs: list[ModelSpec], li
 
 def guard_options(launch: Launch) -> GuardOptions:
     hosts: frozenset[str] | None = None
-    if "*" not in launch.allowed_hosts and (launch.host in _LOOPBACK or launch.allowed_hosts):
+    if "*" not in launch.allowed_hosts and (_is_loopback(launch.host) or launch.allowed_hosts):
         hosts = _LOOPBACK | {launch.host.lower()} | {name.lower() for name in launch.allowed_hosts}
     return GuardOptions(launch.api_keys, hosts, frozenset(launch.origins), launch.max_body)
 
@@ -127,28 +131,40 @@ def parse_size(text: str) -> int:
     return int(float(match[1]) * _SIZES[match[2].upper()])
 
 
+def _is_loopback(host: str) -> bool:
+    try:
+        return ip_address(host).is_loopback
+    except ValueError:
+        return host.lower() in _LOOPBACK
+
+
 def _refuse_open_door(launch: Launch) -> None:
-    if launch.host not in _LOOPBACK and not launch.api_keys and not launch.no_auth:
+    if not _is_loopback(launch.host) and not launch.api_keys and not launch.no_auth:
         raise UsageError(
             f"{launch.host} can be reached from other machines, and no API key is set.",
             "Set one by --api-key-file or METALCTL_SERVE_API_KEY, or say --no-auth.",
         )
 
 
+def _check_names(launch: Launch) -> None:
+    if len(set(launch.names)) < len(launch.names):
+        raise UsageError("two models have the same name.", "Tell them apart by --served-name.")
+    unknown = set(launch.pinned) - {*launch.names, *launch.references}
+    if unknown and not launch.cached:
+        raise UsageError(
+            f"--pin {min(unknown)}: there is no such model here.", f"There are: {', '.join(launch.names)}."
+        )
+
+
 def _specs(invocation: Invocation, launch: Launch) -> list[ModelSpec]:
-    """The models by name, those named on the command line first. Raises UsageError and ModelNotFoundError."""
+    """The models by name, those named on the command line first. These are fetched now, where they are not here."""
     specs = [
-        ModelSpec(name, reference, pinned=bool({name, reference} & set(launch.pinned)))
+        _spec(name, reference, find_model(invocation, reference), launch.pinned)
         for name, reference in zip(launch.names, launch.references, strict=True)
     ]
     if launch.cached:
-        specs += _cached(invocation, {spec.reference for spec in specs}, launch.pinned)
-    names = [spec.name for spec in specs]
-    for name in launch.pinned:
-        if name not in names and name not in launch.references:
-            raise UsageError(f"--pin {name}: there is no such model here.", f"There are: {', '.join(names)}.")
-    if len(set(names)) < len(names):
-        raise UsageError("two models have the same name.", "Tell them apart by --served-name.")
+        known = {spec.name for spec in specs} | {spec.reference for spec in specs}
+        specs += [spec for spec in _cached(invocation, launch.pinned) if spec.name not in known]
     if not specs:
         raise ModelNotFoundError(
             "no model was named, and none is cached.", "`metalctl serve smollm2` serves the starter."
@@ -156,7 +172,18 @@ def _specs(invocation: Invocation, launch: Launch) -> list[ModelSpec]:
     return specs
 
 
-def _cached(invocation: Invocation, known: set[str], pinned: list[str]) -> list[ModelSpec]:
+def _spec(name: str, reference: str, checkpoint: "Checkpoint", pinned: list[str]) -> ModelSpec:
+    return ModelSpec(
+        name,
+        reference,
+        size=checkpoint.size,
+        pinned=bool({name, reference} & set(pinned)),
+        created=int(max((file.stat().st_mtime for file in checkpoint.files), default=0)),
+        format=checkpoint.format,
+    )
+
+
+def _cached(invocation: Invocation, pinned: list[str]) -> list[ModelSpec]:
     from metalctl.engine.models.resolve import find_cached
 
     models = find_cached(invocation.settings.default_source, invocation.settings.cache)
@@ -170,7 +197,7 @@ def _cached(invocation: Invocation, known: set[str], pinned: list[str]) -> list[
             model.format,
         )
         for model in models
-        if model.complete and model.format is not None and model.reference not in known
+        if model.complete and model.format is not None
     ]
 
 
@@ -180,12 +207,14 @@ def _loader(invocation: Invocation, launch: Launch) -> Callable[[ModelSpec], Ser
     config = replace(launch.engine, gpu_memory_utilization=share)
 
     def load(spec: ModelSpec) -> ServedModel:
+        slots = config.max_num_seqs + launch.max_queue
+        if vectors := served_vectors(invocation, spec, slots, launch.trust_remote_code):
+            return vectors
         with ExitStack() as stack:
             engine = stack.enter_context(
                 running_engine(invocation, spec.reference, config, trust_remote_code=launch.trust_remote_code)
             )
             close = stack.pop_all().close
-        slots = config.max_num_seqs + launch.max_queue
         size = engine.checkpoint.size
         return ServedModel(spec.name, engine.thread, engine.generation_defaults, slots, close, size)
 

@@ -9,6 +9,7 @@ from pydantic import BaseModel
 
 from metalctl.server.anthropic.types import REFUSED as REFUSED_MESSAGES
 from metalctl.server.anthropic.types import CountRequest, MessagesRequest
+from metalctl.server.embeddings import EmbeddingsRequest, OllamaEmbedRequest, RerankRequest
 from metalctl.server.ollama.types import REFUSED_GENERATE, REFUSED_OPTIONS, GenerateRequest, Options, ShowRequest
 from metalctl.server.ollama.types import ChatRequest as OllamaChatRequest
 from metalctl.server.openai.models import DetokenizeRequest, TokenizeRequest
@@ -32,11 +33,14 @@ ROUTES = (
     Route("/v1/chat/completions", ChatRequest, REFUSED_CHAT),
     Route("/v1/completions", CompletionRequest, REFUSED_COMPLETION),
     Route("/v1/responses", ResponsesRequest, REFUSED_RESPONSES),
+    Route("/v1/embeddings", EmbeddingsRequest, {}),
+    Route("/v1/rerank", RerankRequest, {}),
     Route("/v1/messages", MessagesRequest, REFUSED_MESSAGES),
     Route("/v1/messages/count_tokens", CountRequest, REFUSED_MESSAGES),
     Route("/api/chat", OllamaChatRequest, {}),
     Route("/api/generate", GenerateRequest, REFUSED_GENERATE),
     Route("/api/chat and /api/generate: options", Options, REFUSED_OPTIONS),
+    Route("/api/embed", OllamaEmbedRequest, {}),
     Route("/api/show", ShowRequest, {}),
     Route("/tokenize", TokenizeRequest, {}),
     Route("/detokenize", DetokenizeRequest, {}),

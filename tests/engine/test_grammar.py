@@ -135,9 +135,25 @@ def test_bound_request_says_the_same_alone_in_a_batch_and_after_preemption(model
     assert text(outputs[names[3]]) == expected
 
 
+def nested(depth: int) -> dict:
+    schema = {"type": "string"}
+    for _ in range(depth):
+        schema = {"anyOf": [schema, {"type": "null"}]}
+    return schema
+
+
+def test_schema_without_end_is_refused():
+    with pytest.raises(UsageError, match="recursion"):
+        grammars.json_schema(nested(95))
+
+
 @pytest.mark.parametrize(
     "grammar",
     [
+        grammars.regex("(" * 50_000 + "a" + ")" * 50_000),
+        grammars.lark("start: " + "(" * 50_000 + '"a"' + ")" * 50_000),
+        grammars.json_schema({"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/a"}}}),
+        grammars.json_schema({"enum": [str(number) for number in range(100_000)]}),
         grammars.json_schema({"type": "nonsense"}),
         grammars.json_schema({"type": "string", "pattern": "("}),
         grammars.json_schema({"$ref": "http://127.0.0.1/elsewhere"}),
@@ -147,7 +163,7 @@ def test_bound_request_says_the_same_alone_in_a_batch_and_after_preemption(model
     ],
 )
 def test_bad_grammar_is_refused(grammar):
-    with pytest.raises(UsageError):
+    with pytest.raises((UsageError, grammars.GrammarError)):
         COMPILER.compile(grammar)
 
 

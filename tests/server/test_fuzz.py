@@ -48,6 +48,7 @@ def test_made_up_requests(fuzzed):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
 def test_thousands_of_made_up_requests(fuzzed):
     assert fuzz(fuzzed, 150) >= 2000
     assert_idle(fuzzed)

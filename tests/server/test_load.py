@@ -70,6 +70,7 @@ def test_an_error_in_a_stream_is_a_failure():
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
 def test_four_hours_of_requests_leave_memory_flat():
     """As many as eight streams of a small model on two cores get done in four hours: about one a second."""
     with running(lambda spec: served("s", tiny_engine(max_num_seqs=16)), "s") as server:

@@ -7,6 +7,7 @@ import anthropic.types.message_create_params as message_params
 import ollama._types as ollama_types
 import openai.types.chat.completion_create_params as chat_params
 import openai.types.completion_create_params as completion_params
+import openai.types.embedding_create_params as embedding_params
 import openai.types.responses.response_create_params as response_params
 import pytest
 
@@ -20,6 +21,8 @@ PUBLISHED = {
     "/v1/chat/completions": chat_params.CompletionCreateParamsBase.__annotations__,
     "/v1/completions": completion_params.CompletionCreateParamsBase.__annotations__,
     "/v1/responses": response_params.ResponseCreateParamsBase.__annotations__,
+    "/v1/embeddings": embedding_params.EmbeddingCreateParams.__annotations__,
+    "/api/embed": ollama_types.EmbedRequest.model_fields,
     "/v1/messages": message_params.MessageCreateParamsBase.__annotations__,
     "/v1/messages/count_tokens": count_params.MessageCountTokensParams.__annotations__,
     "/api/chat": ollama_types.ChatRequest.model_fields,

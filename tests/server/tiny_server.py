@@ -34,4 +34,6 @@ def running_engine(_invocation: Any, reference: str, _config: Any, **_: Any) -> 
 
 
 launch.running_engine = running_engine  # type: ignore[assignment]
+launch.find_model = lambda _invocation, reference: Checkpoint(reference, "mlx", Path(), ())
+launch.served_vectors = lambda *_: None
 sys.exit(cli.main())

@@ -25,9 +25,10 @@ from metalctl.server.anthropic.types import (
     ToolUseBlock,
 )
 from metalctl.server.body import read
-from metalctl.server.chat import Answer, Chat, ChatTask, Delta, End, ToolChoice, new_id, prepare
+from metalctl.server.chat import Answer, Chat, ChatTask, Delta, End, ToolChoice, prepare
 from metalctl.server.chat_format.pieces import Call, Words
 from metalctl.server.errors import bad_request, body, not_supported, translate
+from metalctl.server.ids import new_id
 from metalctl.server.service import Service
 from metalctl.server.streaming import sse
 

@@ -10,9 +10,10 @@ from starlette.responses import Response
 
 from metalctl.engine.sequence import Usage
 from metalctl.server.body import read
-from metalctl.server.chat import Answer, Chat, ChatTask, Delta, End, ToolChoice, new_id
+from metalctl.server.chat import Answer, Chat, ChatTask, Delta, End, ToolChoice
 from metalctl.server.chat_format.pieces import Call, Words
 from metalctl.server.errors import bad_request, body, not_supported, translate
+from metalctl.server.ids import new_id
 from metalctl.server.openai.logprobs import chat_logprobs
 from metalctl.server.openai.sampling import grammar, sampling
 from metalctl.server.openai.types import (

@@ -13,9 +13,9 @@ from starlette.responses import JSONResponse, Response
 from metalctl.engine.sequence import FinishReason, RequestOutput, TokenLogprobs, Usage
 from metalctl.sampling import sampling_params
 from metalctl.server.body import read
-from metalctl.server.chat import new_id
 from metalctl.server.errors import bad_request, body, translate
 from metalctl.server.generation import Generation, Prompt
+from metalctl.server.ids import new_id
 from metalctl.server.models import ServedModel
 from metalctl.server.openai.chat import DONE
 from metalctl.server.openai.logprobs import CompletionLogprobs, prompt_logprobs

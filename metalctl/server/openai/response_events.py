@@ -5,9 +5,10 @@ from collections.abc import AsyncIterator, Iterator
 from contextlib import aclosing
 from typing import Any
 
-from metalctl.server.chat import Answer, Chat, Delta, End, new_id
+from metalctl.server.chat import Answer, Chat, Delta, End
 from metalctl.server.chat_format.pieces import Call, Words
 from metalctl.server.errors import translate
+from metalctl.server.ids import new_id
 from metalctl.server.openai.logprobs import chat_logprobs
 from metalctl.server.openai.response_types import ResponsesRequest
 from metalctl.server.streaming import sse
