@@ -105,6 +105,7 @@ def reference(
         scores = softcap * mx.tanh(scores / softcap)
     seen = visible(length, keys.shape[-2], lengths, window, starts)[:, :, None]
     scores = mx.where(seen, scores, -mx.inf)
+    values = _seen_only(values, seen)
     top = mx.maximum(scores.max(axis=-1, keepdims=True), mx.finfo(mx.float32).min)
     if sinks is not None:
         sink = sinks.astype(mx.float32).reshape(1, key_pool.shape[2], -1, 1, 1)
@@ -135,9 +136,15 @@ def plain(
     keys = gather(key_pool, block_tables).astype(queries.dtype)
     values = gather(value_pool, block_tables).astype(queries.dtype)
     seen = visible(queries.shape[2], keys.shape[2], lengths, window, starts)
+    values = _seen_only(values, seen)
     sinks = None if sinks is None else sinks.astype(queries.dtype)
     output = mx.fast.scaled_dot_product_attention(queries, keys, values, scale=scale, mask=seen, sinks=sinks)
     return mx.where(seen.any(axis=-1, keepdims=True), output, 0)
+
+
+def _seen_only(values: mx.array, seen: mx.array) -> mx.array:
+    """`values` `[..., S, D]` with 0 for those that no query sees: left there by others, they need not be finite."""
+    return mx.where(seen.any(axis=-2)[..., None], values, 0)
 
 
 @dataclass(frozen=True, slots=True)
