@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 _LOOPBACK = frozenset({"localhost", "127.0.0.1", "::1"})
 _SIZES = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 _IDLE_CONNECTION = 75  # seconds
+_BACKLOG = 1024
 
 
 @dataclass(frozen=True)
@@ -82,12 +83,14 @@ async def _serve(invocation: Invocation, launch: Launch, specs: list[ModelSpec],
         server_header=False,
         proxy_headers=False,
         lifespan="on",
+        backlog=_BACKLOG,
         timeout_keep_alive=_IDLE_CONNECTION,
         timeout_graceful_shutdown=max(1, round(launch.drain_timeout)),
     )
     # uvicorn raises the signal that stopped it once more at its end; by then it has done its work.
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: None)
+    listener.listen(_BACKLOG)  # whoever reads the announcement can connect
     _announce(invocation, launch, specs, listener)
     await uvicorn.Server(config).serve(sockets=[listener])
     invocation.output.event("done", status="ok")
