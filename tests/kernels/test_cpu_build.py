@@ -6,10 +6,10 @@ import sys
 from pathlib import Path
 
 import pytest
-from cpu_library import require_compiler
 
 from metalctl.kernels.cpu import build as building
 from metalctl.kernels.cpu.build import BuildError, build
+from tests.kernels.cpu_library import require_compiler
 
 FAKE_COMPILER = """#!/bin/sh
 [ "$1" = --version ] && { echo "fake 1.0"; exit 0; }

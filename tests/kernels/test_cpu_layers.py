@@ -6,12 +6,12 @@ from collections.abc import Iterator
 
 import mlx.core as mx
 import pytest
-from cpu_library import ISAS, each_isa
 
 from metalctl.kernels.cpu import library
 from metalctl.kernels.cpu.library import Turns
 from metalctl.kernels.cpu.paged import paged_attention
 from metalctl.kernels.paged_attention import reference
+from tests.kernels.cpu_library import ISAS, each_isa
 
 
 @pytest.fixture(params=ISAS)

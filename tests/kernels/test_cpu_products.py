@@ -4,10 +4,10 @@ from collections.abc import Iterator
 
 import mlx.core as mx
 import pytest
-from cpu_library import ISAS, each_isa
 
 from metalctl.kernels.cpu import library
 from metalctl.kernels.cpu.library import Gate, Weight
+from tests.kernels.cpu_library import ISAS, each_isa
 
 N, K = 200, 576  # N fills no whole tile of rows
 FLOATS = (mx.float32, mx.float16, mx.bfloat16)
