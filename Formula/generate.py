@@ -55,6 +55,8 @@ _LOCK = """\
 
 _FORMULA = """\
 # Written by Formula/generate.py, and not by hand.
+require "etc"
+
 class Metalctl < Formula
   desc "{desc}"
   url "file://#{{File.expand_path("..", __dir__)}}", using: :git, tag: "v{version}"

@@ -1,4 +1,6 @@
 # Written by Formula/generate.py, and not by hand.
+require "etc"
+
 class Metalctl < Formula
   desc "Run language models on Apple Silicon, from a prompt to a server"
   url "file://#{File.expand_path("..", __dir__)}", using: :git, tag: "v0.1.0"
