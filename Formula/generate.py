@@ -90,7 +90,7 @@ class Metalctl < Formula
     home = Pathname(Etc.getpwuid.dir)
     files = [".config/pip/pip.conf", "Library/Application Support/pip/pip.conf", ".pip/pip.conf"]
     config = files.map {{ |name| home/name }}.find(&:exist?)
-    ENV["PIP_CONFIG_FILE"] = config if config
+    ENV["PIP_CONFIG_FILE"] = config.to_s if config
     ENV["PIP_INDEX_URL"] = ENV["HOMEBREW_PIP_INDEX_URL"] if ENV["HOMEBREW_PIP_INDEX_URL"]
   end
 
