@@ -95,7 +95,8 @@ class _Headless(nn.Module):
     def sanitize(self, weights: dict[str, mx.array]) -> dict[str, mx.array]:
         if not any(name.startswith(("model.", "lm_head.")) for name in weights):
             weights = {f"model.{name}": array for name, array in weights.items()}
+        sanitize = getattr(super(), "sanitize", None)
+        weights = sanitize(weights) if sanitize else weights
         if "lm_head" in self and not any(name.startswith("lm_head.") for name in weights):
             self.pop("lm_head")
-        sanitize = getattr(super(), "sanitize", None)
-        return sanitize(weights) if sanitize else weights
+        return weights

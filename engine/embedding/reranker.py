@@ -86,9 +86,9 @@ class CrossEncoder:
             raise UsageError("the model takes no instruction.", "Leave it out.")
         first, second = (self._encode(text) for text in (query, document))
         backend = self.tokenizer.backend
-        length = len(first.ids) + len(second.ids) + backend.num_special_tokens_to_add(is_pair=True)
-        excess = length - self.max_length
-        keep_first, keep_second = _longest_first(len(first.ids), len(second.ids), max(0, excess))
+        around = backend.num_special_tokens_to_add(is_pair=True)
+        length = len(first.ids) + len(second.ids) + around
+        keep_first, keep_second = _longest_first(len(first.ids), len(second.ids), self.max_length - around)
         first.truncate(keep_first)
         second.truncate(keep_second)
         joined = backend.post_process(first, second, True)
@@ -111,14 +111,15 @@ class CrossEncoder:
         return logit if self._is_logit else _sigmoid(logit)
 
 
-def _longest_first(first: int, second: int, excess: int) -> tuple[int, int]:
-    """What remains of two lengths when `excess` is taken, token by token, from the longer one (the first if equal)."""
-    for _ in range(excess):
-        if first >= second and first > 0:
-            first -= 1
-        else:
-            second -= 1
-    return first, max(0, second)
+def _longest_first(first: int, second: int, room: int) -> tuple[int, int]:
+    """What remains of two lengths in `room`: the longer one is cut, until both are alike and share what there is."""
+    if first + second <= room:
+        return first, second
+    short, long = sorted((first, second))
+    if 2 * short > room:
+        short = room // 2
+    long = room - short
+    return (long, short) if first > second else (short, long)
 
 
 def _names_identity(config: Mapping[str, Any]) -> bool:

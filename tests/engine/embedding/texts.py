@@ -23,11 +23,22 @@ _SENTENCES = (
     "Meet me @ 5pm?? 🚲🌧️ (bring the *blue* umbrella!!)",
 )
 
-_SHORT = ("yes", "Zürich", "42", "!", "unbelievable", "東京", "naïve café", "e = mc²", "  padded  ", "[brackets] {braces} <angles>")
+_SHORT = (
+    "yes",
+    "Zürich",
+    "42",
+    "!",
+    "unbelievable",
+    "東京",
+    "naïve café",
+    "e = mc²",
+    "  padded  ",
+    "[brackets] {braces} <angles>",
+)
 
 
 def reference_texts() -> list[str]:
-    """Short ones, sentences, the same in upper case or without blanks around, and paragraphs up to beyond 256 tokens."""
+    """Short ones, sentences, some in upper case, and paragraphs up to beyond 256 tokens."""
     paragraphs = [" ".join(_SENTENCES[i : i + n]) for i, n in ((0, 3), (6, 4), (17, 3), (0, 8), (4, 12), (0, 20))]
     shouted = [sentence.upper() for sentence in _SENTENCES[:8]]
     repeated = [" ".join([word] * n) for word, n in (("river", 30), ("Fluss", 90), ("川", 300))]
