@@ -3,11 +3,12 @@
 from metalctl.engine.errors import UnsupportedModelError
 from metalctl.engine.models.gguf.delta_net import DELTA_NET
 from metalctl.engine.models.gguf.dense import DENSE
+from metalctl.engine.models.gguf.gemma4 import GEMMA4
 from metalctl.engine.models.gguf.hybrid import HYBRID
 from metalctl.engine.models.gguf.mapping import Architecture
 from metalctl.engine.models.gguf.reader import Header
 
-ARCHITECTURES: dict[str, Architecture] = {**DENSE, **HYBRID, **DELTA_NET}
+ARCHITECTURES: dict[str, Architecture] = {**DENSE, **HYBRID, **DELTA_NET, **GEMMA4}
 
 
 def architecture(header: Header) -> Architecture:

@@ -65,6 +65,7 @@ class Architecture:
     layer_path: str = "model.layers.{}."
     prepare: Callable[[Any, "Keys"], None] | None = None  # what the module needs that no config can say
     wide_range: bool = False  # activations that overflow float16
+    unused: Callable[[int, str, Config], bool] | None = None  # tensors of a layer that the file has for nothing
     variant: Callable[[Header], "Architecture | None"] | None = None  # another row for some files of the same name
     module: Callable[[Config], Any] | None = None  # makes the empty module; None: mlx-lm's, by config["model_type"]
 

@@ -97,6 +97,8 @@ def _plan(row: Architecture, keys: Keys, config: Config) -> dict[str, list[Piece
         if found is None:
             continue
         rule, suffix, layer = found
+        if row.unused and layer is not None and row.unused(layer, name.split(".", 2)[2], config):
+            continue
         for cut, target in enumerate(row.targets(rule, suffix, layer, config)):
             plan.setdefault(target, []).append(Piece(path, info, rule, cut))
     for pieces in plan.values():

@@ -33,7 +33,15 @@ RUNNER = Path(__file__).with_name("llama_cpp_runner.py")
 # llama.cpp gives EXAONE 4 a sliding window only when it has 64 layers.
 COMPARABLE = [case for case in CASES if case != "exaone4"]
 # Its GELU on a CPU is a table in float16; logits of the Gemmas here are around 30.
-GELU_TABLE = {"gemma": 0.05, "gemma2": 0.05, "gemma3": 0.02, "phi2": 5e-3, "starcoder2": 5e-3}
+GELU_TABLE = {
+    "gemma": 0.05,
+    "gemma2": 0.05,
+    "gemma3": 0.02,
+    "gemma4": 0.05,
+    "gemma4-experts": 0.1,
+    "phi2": 5e-3,
+    "starcoder2": 5e-3,
+}
 
 
 class LlamaCpp:

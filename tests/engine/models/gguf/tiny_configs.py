@@ -280,3 +280,38 @@ CONFIGS["lfm2moe"] = {
     "use_expert_bias": True,
     "layer_types": ["conv", "full_attention", "conv"],
 }
+
+GEMMA4: dict[str, Any] = {
+    **BASE,
+    "model_type": "gemma4_text",
+    "num_hidden_layers": 6,
+    "num_key_value_heads": 2,
+    "global_head_dim": 32,
+    "sliding_window": 8,
+    "layer_types": ["sliding_attention", "sliding_attention", "full_attention"] * 2,
+    "final_logit_softcapping": 30.0,
+    "tie_word_embeddings": True,
+    "rope_parameters": {
+        "full_attention": {"rope_type": "proportional", "rope_theta": 10000.0, "partial_rotary_factor": 0.25},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 5000.0},
+    },
+}
+CONFIGS["gemma4"] = {
+    **GEMMA4,
+    "num_kv_shared_layers": 3,
+    "hidden_size_per_layer_input": 32,
+    "vocab_size_per_layer_input": V,
+    "use_double_wide_mlp": True,
+}
+CONFIGS["gemma4-experts"] = {
+    **GEMMA4,
+    "num_kv_shared_layers": 0,
+    "hidden_size_per_layer_input": 0,
+    "use_double_wide_mlp": False,
+    "num_global_key_value_heads": 1,
+    "attention_k_eq_v": True,
+    "enable_moe_block": True,
+    "num_experts": 4,
+    "top_k_experts": 2,
+    "moe_intermediate_size": 32,
+}

@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import mlx.nn as nn
+import numpy as np
 
 from tests.engine.models.gguf.tiny_configs import CONFIGS, CTX, FF, HEADS, KV, D, H, L, V
 from tests.engine.models.gguf.writer import tiny_model, write_gguf
@@ -15,6 +16,7 @@ SAME_ARCHITECTURE = {
     "stablelm-qk": "stablelm",
     "exaone4-global": "exaone4",
     "deepseek3": "deepseek2",
+    "gemma4-experts": "gemma4",
 }
 
 BASE: dict[str, Any] = {
@@ -213,6 +215,36 @@ METADATA["deepseek3"] = {
     "rope.scaling.original_context_length": 128,
     "rope.scaling.yarn_log_multiplier": 0.1,
 }
+GEMMA4: dict[str, Any] = {
+    **BASE,
+    "block_count": 6,
+    "attention.key_length": 32,
+    "attention.value_length": 32,
+    "attention.key_length_swa": 16,
+    "attention.value_length_swa": 16,
+    "attention.sliding_window": 8,
+    "attention.sliding_window_pattern": [True, True, False] * 2,
+    "final_logit_softcapping": 30.0,
+    "rope.freq_base_swa": 5000.0,
+    "rope.dimension_count": 32,
+    "rope.dimension_count_swa": 16,
+}
+METADATA["gemma4"] = {
+    **GEMMA4,
+    "attention.shared_kv_layers": 3,
+    "embedding_length_per_layer_input": 32,
+    "feed_forward_length": [FF, FF, FF, 2 * FF, 2 * FF, 2 * FF],
+}
+METADATA["gemma4-experts"] = {
+    **GEMMA4,
+    **EXPERTS,
+    "attention.shared_kv_layers": 0,
+    "embedding_length_per_layer_input": 0,
+    "attention.head_count_kv": [2, 2, 1] * 2,
+}
+EXTRA = {
+    case: {"rope_freqs.weight": np.array([1.0] * 4 + [1e30] * 12, np.float32)} for case in ("gemma4", "gemma4-experts")
+}
 
 CASES = sorted(METADATA)
 
@@ -220,5 +252,6 @@ CASES = sorted(METADATA)
 def write(case: str, path: Path, seed: int = 0, **options: Any) -> nn.Module:
     """Writes the case's file, and gives the model that it was made from."""
     model = tiny_model(CONFIGS[case], seed)
+    options.setdefault("extra", EXTRA.get(case))
     write_gguf(path, SAME_ARCHITECTURE.get(case, case), CONFIGS[case], model, METADATA[case], **options)
     return model

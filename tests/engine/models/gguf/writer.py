@@ -133,6 +133,13 @@ def _renamed(kind: str, config: Config, name: str, value: np.ndarray) -> Tensors
         yield f"blk.{name.split('.')[2]}.exp_probs_b.bias", value
     elif ".embed_q." in name or ".unembed_out." in name:
         yield name.replace("embed_q", "k_b_proj").replace("unembed_out", "v_b_proj"), value
+    elif name.endswith(".layer_scalar"):
+        yield name + ".weight", value
+    elif name.endswith((".router.scale", ".router.per_expert_scale")):
+        kind = "ffn_down_exps" if "expert" in name else "ffn_gate_inp"
+        yield f"blk.{name.split('.')[2]}.{kind}.scale", value
+    elif ".experts.switch_glu." in name:
+        yield f"blk.{name.split('.')[2]}.ffn_{name.split('.')[-2].removesuffix('_proj')}_exps.weight", value
     elif ".kv_b_proj." in name:
         yield from _split_kv_b(config, name, value)
     elif ".shared_mlp.input_linear" in name:
