@@ -71,7 +71,7 @@ class CompiledDecode:
 def held_arrays(model: nn.Module) -> list[mx.array]:
     """Every array of a model, also those that are no parameters, such as the frequencies of a rope. One that is still
     lazy when a function is compiled would become part of that function, and be lost to every other."""
-    found = []
+    found: list[mx.array] = []
     for module in model.modules():
         held = (*module.values(), *vars(module).values())
         found.extend(value for value in held if isinstance(value, mx.array))

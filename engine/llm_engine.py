@@ -5,7 +5,7 @@ import secrets
 import time
 from collections.abc import Sequence as Many
 from dataclasses import asdict, dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
 from mlx.utils import tree_flatten
@@ -224,7 +224,9 @@ class LLMEngine:
         if first:
             sequence.first_token_time = time.perf_counter()
         stream = self._texts[sequence.request_id]
-        reason, stop_reason, text = None, None, ""
+        reason: FinishReason | None = None
+        stop_reason: str | int | None = None
+        text = ""
         if token in self.tokenizer.eos_token_ids and not params.ignore_eos:
             reason = FinishReason.STOP
         elif token in params.stop_token_ids:
@@ -328,7 +330,7 @@ def _token_logprobs(in_flight: InFlight, tokens: list[int]) -> list[TokenLogprob
     params = [sequence.params for sequence in in_flight.rows]
     entries = _entries(values, tokens, [p.logprobs or 0 for p in params])
     wanted = [p.logprobs is not None or p.logprob_token_ids for p in params]
-    requested = values.requested.tolist()
+    requested = _rows(values.requested)
     return [
         replace(entry, requested=tuple(zip(p.logprob_token_ids, row, strict=False))) if asked else None
         for entry, p, row, asked in zip(entries, params, requested, wanted, strict=True)
@@ -337,11 +339,16 @@ def _token_logprobs(in_flight: InFlight, tokens: list[int]) -> list[TokenLogprob
 
 def _entries(values: Logprobs, tokens: list[int], tops: list[int]) -> list[TokenLogprobs]:
     columns = (values.logprob, values.rank, values.top_ids, values.top_logprobs)
-    chosen, ranks, top_ids, top_values = (column.tolist() for column in columns)
+    chosen, ranks, top_ids, top_values = map(_rows, columns)
     return [
         TokenLogprobs(token, chosen[i], ranks[i], tuple(zip(top_ids[i][:top], top_values[i][:top], strict=True)))
         for i, (token, top) in enumerate(zip(tokens, tops, strict=True))
     ]
+
+
+def _rows(array: mx.array) -> list[Any]:
+    """The array as a list over its first axis."""
+    return array.tolist()  # type: ignore[return-value]
 
 
 def _vocab_size(loaded: LoadedModel) -> int:
@@ -351,12 +358,16 @@ def _vocab_size(loaded: LoadedModel) -> int:
 
 
 def _parameter_bytes(loaded: LoadedModel) -> int:
-    return sum(int(array.nbytes) for _, array in tree_flatten(loaded.model.parameters()))
+    return sum(int(array.nbytes) for array in _parameters(loaded))
+
+
+def _parameters(loaded: LoadedModel) -> list[mx.array]:
+    return list(dict(tree_flatten(loaded.model.parameters())).values())
 
 
 def _forward_bytes(loaded: LoadedModel, config: EngineConfig, vocab_size: int) -> int:
     """An upper bound on what one step needs beside weights and cache: logits and their copies in the sampler for
     every sequence, and for a chunk's tokens some arrays as wide as the widest layer."""
-    matrices = [array.shape for _, array in tree_flatten(loaded.model.parameters()) if array.ndim >= 2]
+    matrices = [array.shape for array in _parameters(loaded) if array.ndim >= 2]
     width = max((max(shape[-2:]) for shape in matrices if vocab_size not in shape), default=1)
     return 4 * (6 * config.max_num_seqs * vocab_size + 8 * config.max_num_batched_tokens * width)

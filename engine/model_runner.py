@@ -73,7 +73,9 @@ class ModelRunner:
         """Send one step to the device."""
         self.caches.grow(self.blocks)
         self.caches.copy(output.restores)
-        logits, rows, prompt = [], [], []
+        logits: list[mx.array] = []
+        rows: list[Sequence] = []
+        prompt: list[tuple[Sequence, int, Logprobs]] = []
         if output.decodes:
             logits.append(self._decode(output.decodes))
             rows.extend(output.decodes)

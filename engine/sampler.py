@@ -267,7 +267,7 @@ def _draw(logits: mx.array, keys: mx.array) -> mx.array:
 
 
 def _column(values: Many[float]) -> mx.array:
-    return mx.array(values, mx.float32)[:, None]
+    return mx.array(list(values), mx.float32)[:, None]
 
 
 def _triples(entries: list[tuple[int, int, float]]) -> tuple[mx.array, mx.array, mx.array] | None:

@@ -54,7 +54,8 @@ class CacheSet:
     def bind(self, arrays: Many[mx.array]) -> None:
         """Go on with these pools, in the order of `arrays`."""
         rest = iter(arrays)
-        for cache in (*self.kv, *self.states):
+        paged: list[PagedKVCache | RecurrentState] = [*self.kv, *self.states]
+        for cache in paged:
             cache.bind([next(rest) for _ in cache.pools])
 
     def grow(self, blocks: BlockManager) -> None:

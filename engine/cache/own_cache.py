@@ -39,7 +39,7 @@ class OwnCache:
         if forward is None:
             return
         assert forward.batch_size == 1 and forward.slots is not None
-        self._slot = int(forward.slots.item())
+        self._slot = int(forward.slots.tolist()[0])
         if forward.fresh:
             self._caches[self._slot] = deepcopy(self.layer.blank)
 

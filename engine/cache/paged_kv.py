@@ -86,7 +86,7 @@ class PagedKVCache(_BaseCache):  # type: ignore[misc]
         if forward.is_batch:
             mask = _narrowed(context, forward, window_size)
             return self._given(mask.reshape(-1, *[1] * (self.mask_axes - 3), *mask.shape[-2:]), window)
-        offset = int(forward.offset) - context.start  # type: ignore[arg-type]
+        offset = int(forward.offset) - context.start
         if window is not None and offset + N > window:
             return self._given(create_causal_mask(N, offset, window_size=window), window)
         if N == 1:
@@ -155,7 +155,7 @@ class PagedKVCache(_BaseCache):  # type: ignore[misc]
         return self.keys, self.values
 
     def empty(self) -> bool:
-        return self._forward is None or (not self._forward.is_batch and self._forward.offset == 0)
+        return self._forward is None or (not self._forward.is_batch and bool(self._forward.offset == 0))
 
     @property
     def nbytes(self) -> int:

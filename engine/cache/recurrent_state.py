@@ -19,6 +19,7 @@ class RecurrentState:
 
     def __init__(self, layer: StateLayer):
         self.layer = layer
+        self._pools: list[mx.array | None] = []
         self.clear()
         self.view = ArraysCache(len(layer.entries))
         self._forward: Forward | None = None
@@ -54,9 +55,7 @@ class RecurrentState:
 
     def clear(self) -> None:
         """Give the pools back."""
-        self._pools: list[mx.array | None] = [
-            None if entry is None else mx.zeros((0, *entry[0]), entry[1]) for entry in self.layer.entries
-        ]
+        self._pools = [None if entry is None else mx.zeros((0, *entry[0]), entry[1]) for entry in self.layer.entries]
 
     def resize(self, num_slots: int) -> None:
         for index, pool in enumerate(self._pools):
