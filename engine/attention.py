@@ -62,7 +62,6 @@ def _pays(cache: PagedKVCache, queries: mx.array) -> bool:
             return cpu.applies(queries, *cache.pools)
         case "reference":  # forced
             return True
-        case "cuda" if not cache.reads_slice:  # measured: never slower than MLX's attention under a mask
-            return True
-        case _:  # MLX's is the better one for many queries, and for a sequence that lies in one piece
+        case _:  # On a GPU, MLX's is the better one for a sequence that lies in one piece. With several queries a row
+            # the kernel is faster, but compiled anew for each count of them, seconds at a time.
             return queries.shape[2] == 1 and not cache.reads_slice

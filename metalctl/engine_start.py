@@ -1,5 +1,6 @@
 """From a reference on the command line to an engine that answers: what chat, serve and bench begin with."""
 
+import os
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -75,6 +76,8 @@ def find_model(invocation: Invocation, reference: str) -> "Checkpoint":
 def _start(load: "Callable[[], LLMEngine]", output: Output) -> "EngineThread":
     from metalctl.kernels import blas
 
+    # MLX's CUDA backend ends the process when it has met twice as many shapes of graphs as it keeps.
+    os.environ.setdefault("MLX_CUDA_GRAPH_CACHE_SIZE", "4000")
     library = blas.preload()  # before mlx is imported for the first time, or it has no effect
     if library:
         output.detail(f"matrix products by {library}")
