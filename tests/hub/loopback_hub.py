@@ -95,6 +95,7 @@ class Hub:
         self.url = ""
         self.slow: float = 0.0  # seconds to wait after each piece of a file
         self.ranges = True
+        self.storage: str | None = None  # address that large files are redirected to, as both hubs do
         self.cas: str | None = None  # address of a Xet store, for files that have a hash there
         self._lock = threading.Lock()
 
@@ -223,7 +224,10 @@ class _Handler(BaseHTTPRequestHandler):
         if content.xet_hash:
             route = f"{self.hub.url}/api/models/{name}/xet-read-token/{sha}"
             headers |= {"X-Xet-Hash": content.xet_hash, "X-Xet-Refresh-Route": route}
-        self._send(content, headers)
+        if self.hub.storage and _is_large(path):
+            self._json({}, 302, {**headers, "Location": f"{self.hub.storage}{self.path}?signature=x"})
+        else:
+            self._send(content, headers)
 
     def hf_xet_token(self, name: str, revision: str, query: Mapping[str, list[str]]) -> None:
         expiry = int(time.time()) + 3600

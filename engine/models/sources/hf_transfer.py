@@ -9,6 +9,7 @@ and Xet.
 
 import hashlib
 import os
+import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
@@ -29,6 +30,7 @@ from metalctl.engine.models.sources.hf_errors import pause, short
 
 TRIES = 6  # in a row without a single new byte
 CHECK_TRIES = 2
+TOKEN_RESERVE = 60  # seconds that a token must still be good for
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +58,7 @@ class Transfer:
     locks: Path
     progress: Progress
     cancelled: Event = field(default_factory=Event)
+    _access: dict[str, Any] = field(default_factory=dict)  # to Xet storage, as the hub answered last
     _streams: set[Any] = field(default_factory=set)  # of Xet, which may wait for bytes longer than anyone likes
 
     def cancel(self) -> None:
@@ -155,24 +158,40 @@ class Transfer:
     def _open_xet(self, blob: Blob, offset: int) -> Iterator[tuple[int, Iterator[bytes]]]:
         from hf_xet import XetFileInfo
 
-        headers = build_hf_headers(token=self.api.token)
-        plain = {key: value for key, value in headers.items() if key.lower() != "authorization"}
         stream: Any = None
         try:
-            group = _xet_session().new_download_stream_group(
-                token_refresh_url=f"{self.api.endpoint}/api/models/{self.repository}/xet-read-token/{self.commit}",
-                token_refresh_headers=headers,
-                custom_headers=plain,
-            )
+            group = _xet_session().new_download_stream_group(**self._xet_access())
             stream = group.download_stream(XetFileInfo(blob.xet_hash, blob.size), start=offset or None)
             self._streams.add(stream)
             yield offset, iter(stream)
         except RuntimeError as error:  # how the Rust library says whatever has no exception of its own in Python
             raise ConnectionError(f"Xet storage: {error}") from error
+        except (PermissionError, FileNotFoundError) as error:
+            if error.errno is not None:  # of this machine's disk
+                raise
+            raise HubError(f"The hub's storage does not give {blob.path} of {self.repository}: {error}") from error
         finally:
             if stream is not None:
                 self._streams.discard(stream)
                 stream.cancel()
+
+    def _xet_access(self) -> dict[str, Any]:
+        """Where the storage is and the token for it, asked of the hub once an hour or so. Raises what the hub answers;
+        the storage's own client would not tell a refusal from a broken connection."""
+        headers = build_hf_headers(token=self.api.token)
+        url = f"{self.api.endpoint}/api/models/{self.repository}/xet-read-token/{self.commit}"
+        if self._access.get("exp", 0) < time.time() + TOKEN_RESERVE:
+            answer = get_session().get(url, headers=headers, timeout=HF_HUB_DOWNLOAD_TIMEOUT)
+            hf_raise_for_status(answer)
+            self._access.update(answer.json())
+        return {
+            "endpoint": self._access["casUrl"],
+            "token": self._access["accessToken"],
+            "token_expiry_unix_secs": self._access["exp"],
+            "token_refresh_url": url,
+            "token_refresh_headers": headers,
+            "custom_headers": {key: value for key, value in headers.items() if key.lower() != "authorization"},
+        }
 
     @contextmanager
     def _lock(self, blob: Blob) -> Iterator[None]:

@@ -7,8 +7,8 @@ from typing import Any
 import huggingface_hub
 import pytest
 from heard import Heard
-from loopback_hub import Content, Hub
-from tiny_repositories import gguf_repository, mlx_repository
+from loopback_hub import Content, Hub, running_hub
+from tiny_repositories import gguf_file, gguf_repository, mlx_repository
 
 from metalctl.engine.errors import (
     HubError,
@@ -20,7 +20,7 @@ from metalctl.engine.errors import (
     UsageError,
 )
 from metalctl.engine.models.references import Reference, parse
-from metalctl.engine.models.sources import hf_errors, hf_transfer
+from metalctl.engine.models.sources import hf_errors, hf_transfer, huggingface
 from metalctl.engine.models.sources.huggingface import HuggingFace
 
 MODEL = Reference("hf", "o/gguf", "Q8_0")
@@ -149,6 +149,19 @@ def test_a_name_that_the_hub_cannot_have_is_a_usage_error(hf: HuggingFace, heard
 def test_the_token_is_sent(hub: Hub, hf: HuggingFace, heard: Heard, files: dict[str, bytes]) -> None:
     pull(hf, MODEL, heard)
     assert {request.headers.get("authorization") for request in hub.requests} == {"Bearer hf_test"}
+
+
+def test_the_token_does_not_leave_the_hub_with_a_redirect(
+    hub: Hub, hf: HuggingFace, heard: Heard, files: dict[str, bytes]
+) -> None:
+    with running_hub() as storage:
+        storage.repository("o/gguf").commit(files)
+        hub.storage = storage.url
+        storage.fail(f"GET .*{FILE}", cut=200_000, times=1)
+        assert pull(hf, MODEL, heard).read_bytes() == files[FILE]
+    assert hub.sent == 0
+    assert storage.count(r"GET .*signature") == 3
+    assert not any("authorization" in request.headers for request in storage.requests)
 
 
 def test_the_first_failure_stops_the_other_files(hub: Hub, hf: HuggingFace, heard: Heard) -> None:
@@ -287,10 +300,10 @@ def xet(hub: Hub, tmp_path: Path) -> dict[str, bytes]:
     """o/gguf again, its large files in Xet storage: a store on disk, which the real client speaks to."""
     hf_xet: Any = pytest.importorskip("hf_xet")
     hub.cas = f"local://{tmp_path / 'cas'}"
-    files = gguf_repository(size=32 * 100_000)
+    files = {FILE: gguf_file("Q8_0", values=32 * 30_000), "mmproj-F16.gguf": gguf_file("F16", values=64)}
     session = hf_xet.XetSession()
-    contents: dict[str, bytes | Content] = dict(files)
-    for name in (FILE, "mmproj-F16.gguf"):
+    contents: dict[str, bytes | Content] = {}
+    for name in files:
         (tmp_path / name).write_bytes(files[name])
         with session.new_upload_commit(endpoint=hub.cas) as commit:
             upload = commit.start_upload_file(str(tmp_path / name))
@@ -305,6 +318,27 @@ def test_xet_storage_is_used_where_the_hub_has_it(
     assert pull(hf, MODEL, heard).read_bytes() == xet[FILE]
     assert hub.downloads == 0
     assert heard.done[FILE] == len(xet[FILE])
+
+
+@pytest.mark.parametrize(("status", "said"), [(401, "gated"), (403, "gated"), (429, "429"), (503, "503"), (404, "404")])
+def test_what_the_hub_refuses_of_xet_storage_is_told(
+    hub: Hub, hf: HuggingFace, heard: Heard, xet: dict[str, bytes], status: int, said: str
+) -> None:
+    gated = {"X-Error-Code": "GatedRepo"} if status in (401, 403) else {}
+    hub.fail("xet-read-token", status=status, headers=gated)
+    with pytest.raises(HubError, match=said):
+        pull(hf, MODEL, heard)
+    assert bool(heard.retries) == (status in (429, 503))
+    hub.faults.clear()
+    assert pull(hf, MODEL, heard).read_bytes() == xet[FILE]
+
+
+def test_one_token_serves_all_files_in_xet_storage(
+    hub: Hub, hf: HuggingFace, heard: Heard, xet: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(huggingface, "WORKERS", 1)
+    pull(hf, MODEL, heard)
+    assert hub.count("xet-read-token") == 1
 
 
 def test_xet_goes_on_inside_the_file_too(
