@@ -113,8 +113,9 @@ def _recoded(
     codes = q.reshape(-1).astype(np.float32)
     codes *= np.repeat(ratios.reshape(-1), 16)
     codes += np.repeat(starts.reshape(-1) + np.float32(0.5), 16)
-    codes = np.clip(codes, 0, (1 << bits) - 1, out=codes).astype(np.uint8)
-    return pack_bits(codes.reshape(blocks, -1), bits), unit.reshape(blocks, -1), offset.reshape(blocks, -1)
+    np.clip(codes, 0, (1 << bits) - 1, out=codes)
+    whole: Bytes = codes.astype(np.uint8).reshape(blocks, -1)
+    return pack_bits(whole, bits), unit.reshape(blocks, -1), offset.reshape(blocks, -1)
 
 
 def _mxfp4(blocks: Bytes) -> tuple[Bytes, Bytes, None]:
