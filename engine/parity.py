@@ -12,7 +12,7 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx.utils import tree_flatten
+import numpy as np
 from mlx_lm.models.cache import make_prompt_cache
 
 from metalctl.engine import attention
@@ -126,16 +126,17 @@ class _Listener:
         return arrays
 
 
-def _tokens_first(output: mx.array, tokens: tuple[int, ...]) -> mx.array:
+def _tokens_first(output: mx.array, tokens: Many[int]) -> mx.array:
     """With the axes of batch and tokens in front, where a layer has several streams."""
-    where = next(axis for axis in range(output.ndim - 1) if output.shape[axis : axis + 2] == tokens)
+    where = next(axis for axis in range(output.ndim - 1) if list(output.shape[axis : axis + 2]) == list(tokens))
     return mx.moveaxis(mx.moveaxis(output, where, 0), where + 1, 1)
 
 
 def _heard_class(kind: type, index: int, heard: list[tuple[int, mx.array]]) -> type:
     def call(self: Any, *arguments: Any, **named: Any) -> Any:
-        result = kind.__call__(self, *arguments, **named)  # type: ignore[operator]
-        heard.append((index, next(array for _, array in tree_flatten(result) if isinstance(array, mx.array))))
+        result = kind.__call__(self, *arguments, **named)
+        # Some layers return what they need no further beside the hidden states, which come first.
+        heard.append((index, result if isinstance(result, mx.array) else result[0]))
         return result
 
     return type(kind.__name__, (kind,), {"__call__": call})
@@ -156,7 +157,7 @@ def _alone(model: nn.Module, listener: _Listener, prompt: Many[int], chunk: int,
     for start in range(0, len(prompt), chunk):
         call(prompt[start : start + chunk])
     for step in range(STEPS):
-        trace.continuation.append(answer[step] if answer else int(mx.argmax(trace.parts[-1][-1][-1]).item()))
+        trace.continuation.append(answer[step] if answer else _likeliest(trace.parts[-1][-1])[-1])
         call(trace.continuation[-1:])
     return trace
 
@@ -217,7 +218,7 @@ class _Paged:
             trace.parts.append([output[row] for output in outputs])
 
     def _call(self, tokens: Many[Many[int]], step: forward.Forward) -> list[mx.array]:
-        logits = self._caches.call(self._model, mx.array(tokens, mx.int32), step)
+        logits = self._caches.call(self._model, mx.array([list(row) for row in tokens], mx.int32), step)
         return self._listener.take(logits, *self._caches.arrays)
 
 
@@ -240,7 +241,7 @@ def _compare(
             kind = "logits" if layer is None else listener.names[layer]
             first = Difference(layer, kind, prompt, token, relative, allowed)
     expected, got = (mx.concatenate([trace.outputs[-1] for trace in traces]) for traces in (own, paged))
-    agreeing = int((mx.argmax(expected, axis=-1) == mx.argmax(got, axis=-1)).sum().item())
+    agreeing = sum(one == other for one, other in zip(_likeliest(expected), _likeliest(got), strict=True))
     return Parity(
         layers=len(listener.layers),
         tokens=expected.shape[0],
@@ -258,10 +259,15 @@ def _furthest(got: Many[mx.array], expected: Many[mx.array]) -> tuple[float, int
     """The largest distance of a token's vector from the expected one, over the length of that; its prompt and token."""
     found = []
     for prompt, (one, other) in enumerate(zip(got, expected, strict=True)):
-        distance = _distances(one, other)
-        token = int(mx.argmax(distance).item())
-        found.append((float(distance[token].item()), prompt, token))
+        distance = np.array(_distances(one, other))
+        token = int(distance.argmax())
+        found.append((float(distance[token]), prompt, token))
     return max(found)
+
+
+def _likeliest(logits: mx.array) -> list[int]:
+    """The likeliest token behind each of `logits` `[tokens, V]`."""
+    return [int(token) for token in np.array(mx.argmax(logits, axis=-1))]
 
 
 def _distances(got: mx.array, expected: mx.array) -> mx.array:

@@ -122,7 +122,7 @@ Metalctl.new.install
 
 
 @pytest.mark.skipif(not shutil.which("ruby"), reason="ruby is not installed")
-def test_ruby_runs_it_and_it_installs_wheels_only(generate: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ruby_runs_it_and_it_installs_wheels_only(generate: ModuleType) -> None:
     command = ["ruby", "-e", STUB, str(generate.FORMULA)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stderr

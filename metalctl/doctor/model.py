@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from metalctl.app import Invocation
 from metalctl.doctor.check import Check, failure, ok, warning
+from metalctl.doctor.machine import on_cpu
 from metalctl.engine.errors import CheckpointError, MetalctlError
 from metalctl.engine.memory import device_memory
 from metalctl.models import models_of
@@ -140,11 +141,12 @@ def _run(invocation: Invocation, found: "Checkpoint", trust_remote_code: bool) -
     from metalctl.engine import acceleration
     from metalctl.engine.models.loader import load
     from metalctl.engine_start import kernel_cache
+    from metalctl.kernels.cpu import library
 
-    kernels = acceleration.prepare(kernel_cache(), invocation.output.note)
-    yield (
-        ok("kernels", kernels) if not kernels.startswith("no ") else warning("kernels", kernels, "See compiler above.")
-    )
+    acceleration.prepare(kernel_cache(), lambda _: None)  # what there is to say follows
+    status = acceleration.status()
+    slow = on_cpu() and not library.loaded()
+    yield warning("kernels", status, "See the compiler's line above.") if slow else ok("kernels", status)
     began = time.perf_counter()
     try:
         loaded = load(found, trust_remote_code=trust_remote_code)

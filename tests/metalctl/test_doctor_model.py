@@ -142,7 +142,11 @@ def only_the_model(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         return model.checks(invocation, reference, trust_remote_code)
 
     monkeypatch.setattr(doctor, "_checks", checks)
-    monkeypatch.setattr(acceleration, "prepare", lambda cache, notice: "none in this test")
+    from metalctl.kernels.cpu import library
+
+    monkeypatch.setattr(acceleration, "prepare", lambda cache, notice: None)
+    monkeypatch.setattr(library, "loaded", lambda: False)
+    monkeypatch.setattr(model, "on_cpu", lambda: False)
     monkeypatch.setenv("METALCTL_CACHE", str(tmp_path / "own"))
 
 
@@ -160,6 +164,15 @@ def test_a_sound_model_passes_every_check(folder: Path, capsys: pytest.CaptureFi
     ]  # fmt: skip
     assert {check["state"] for check in checks.values()} == {"ok"}
     assert "3 layers, stepped as a batch" in checks["self-test"]["detail"]
+
+
+def test_a_cpu_without_kernels_is_a_warning(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(model, "on_cpu", lambda: True)
+    code, checks = run(capsys, str(folder))
+    assert code == 0
+    assert checks["kernels"]["state"] == "warning" and checks["kernels"]["fix"]
 
 
 def test_a_planted_fault_is_named_by_its_layer(
