@@ -52,7 +52,7 @@ def attend(
                 sinks=sinks,
                 starts=paged.starts,
             )
-    return _dense(queries, keys, values, cache=cache, scale=scale, mask=mask, sinks=sinks)  # type: ignore[no-any-return]
+    return _dense(queries, keys, values, cache=cache, scale=scale, mask=mask, sinks=sinks)
 
 
 def _pays(cache: PagedKVCache, queries: mx.array) -> bool:

@@ -80,4 +80,4 @@ def ssm_attn(
         step = ssm.compute_dt(dt, dt_bias, time_step_limit)
         return state_space_step(x, A_log, B, C, D, step, state)
     arguments = (x, A_log, B, C, D, dt, dt_bias, state, time_step_limit, mask, lengths)
-    return _ssm_attn(*arguments, **options)  # type: ignore[no-any-return]
+    return _ssm_attn(*arguments, **options)

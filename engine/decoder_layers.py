@@ -37,7 +37,7 @@ class DecoderLayer(nn.Module):
     def __call__(self, x: mx.array, mask: Any = None, cache: Any = None) -> mx.array:
         window = cache.window_of(mask) if isinstance(cache, PagedKVCache) and x.dtype == mx.float32 else None
         if window is None:
-            return super().__call__(x, mask, cache)  # type: ignore[no-any-return]
+            return super().__call__(x, mask, cache)
         return self.operation(window[0], cache.block_size).of(x, *cache.in_place)
 
     def operation(self, window: int | None, block_size: int) -> Operation:

@@ -105,8 +105,9 @@ class NativeLinear(nn.Module):
             return super().__setattr__(key, value)
         # A model that changes its weights as it runs: from now on this is an ordinary layer.
         self.pop("packed")
-        self.__class__ = nn.Linear
-        self.weight = value
+        layer: Any = self
+        layer.__class__ = nn.Linear
+        layer.weight = value
         return None
 
 
@@ -254,14 +255,13 @@ class RoPE(nn.Module):
 
     def __call__(self, x: mx.array, offset: int | mx.array = 0, **rest: Any) -> mx.array:
         if rest or x.ndim < 3:
-            return super().__call__(x, offset=offset, **rest)  # type: ignore[misc, no-any-return]
+            return super().__call__(x, offset=offset, **rest)
         return self.operation(x, Positions.of(offset))
 
 
 def difference(a: mx.array, b: mx.array) -> float:
     """The largest, as a share of the largest value."""
-    share = mx.abs(a - b).max() / mx.abs(a).max()
-    return float(share.item())
+    return float(mx.abs(a - b).max() / mx.abs(a).max())
 
 
 def with_call_of(ours: type, theirs: type) -> type:

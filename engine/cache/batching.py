@@ -13,7 +13,8 @@ from metalctl.engine.cache.block_manager import BlockTable, StateCopy
 from metalctl.engine.cache.block_pool import NULL
 from metalctl.engine.cache.cache_set import CacheSet
 from metalctl.engine.cache.layout import CacheLayout, KVLayer
-from metalctl.engine.cache.paged_kv import MASK_AXES
+from metalctl.engine.cache.paged_kv import MASK_AXES, PagedKVCache
+from metalctl.engine.cache.recurrent_state import RecurrentState
 from metalctl.engine.errors import UnsupportedModelError
 
 _BLOCK = 8  # tokens in a block here
@@ -110,6 +111,7 @@ def _close(one: mx.array, other: mx.array) -> bool:
 
 def _caches(layout: CacheLayout, entries: int) -> CacheSet:
     caches = CacheSet(layout, _BLOCK)
-    for cache in (*caches.kv, *caches.states):
+    paged: list[PagedKVCache | RecurrentState] = [*caches.kv, *caches.states]
+    for cache in paged:
         cache.resize(entries)
     return caches

@@ -4,6 +4,7 @@ They differ in where positions come from, where norms stand, and what the MLP is
 """
 
 import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -12,7 +13,7 @@ import mlx.nn as nn
 
 Activation = Literal["gelu", "gelu_tanh", "relu", "silu", "tanh"]
 
-_ACTIVATIONS = {
+_ACTIVATIONS: dict[Activation, Callable[[mx.array], mx.array]] = {
     "gelu": nn.gelu,
     "gelu_tanh": nn.gelu_approx,
     "relu": nn.relu,
@@ -68,12 +69,21 @@ class EncoderConfig:
         return nn.LayerNorm(self.hidden_size, eps=self.norm_eps, bias=self.norm_bias)
 
 
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """Which tokens each token of a batch sees: `masks` by window, as of window_mask, and int32 `lengths` `[B]`."""
+
+    masks: Mapping[int | None, mx.array | None]
+    lengths: mx.array
+
+
 class Attention(nn.Module):
     def __init__(self, config: EncoderConfig, layer: int):
         super().__init__()
         size = config.hidden_size
         self.num_heads = config.num_heads
         self.scale = 1 / math.sqrt(config.head_dim)
+        self.window = config.windows[layer] if config.windows else None
         self.query = nn.Linear(size, size, bias=config.attention_bias)
         self.key = nn.Linear(size, size, bias=config.attention_bias)
         self.value = nn.Linear(size, size, bias=config.attention_bias)
@@ -81,12 +91,17 @@ class Attention(nn.Module):
         if config.rope_bases:
             self.rope = nn.RoPE(config.head_dim, base=config.rope_bases[layer])
 
-    def __call__(self, x: mx.array, mask: mx.array | None) -> mx.array:
+    def __call__(self, x: mx.array, seen: Seen) -> mx.array:
         queries, keys, values = self._heads(self.query(x)), self._heads(self.key(x)), self._heads(self.value(x))
         if "rope" in self:
             queries, keys = self.rope(queries), self.rope(keys)
-        result = mx.fast.scaled_dot_product_attention(queries, keys, values, scale=self.scale, mask=mask)
+        result = self.attend(queries, keys, values, seen)
         return self.output(result.transpose(0, 2, 1, 3).reshape(x.shape))
+
+    def attend(self, queries: mx.array, keys: mx.array, values: mx.array, seen: Seen) -> mx.array:
+        """`[B, H, L, D]` each, and so is the result."""
+        mask = seen.masks[self.window]
+        return mx.fast.scaled_dot_product_attention(queries, keys, values, scale=self.scale, mask=mask)
 
     def _heads(self, x: mx.array) -> mx.array:
         batch, length, _ = x.shape
@@ -119,11 +134,11 @@ class Layer(nn.Module):
             self.attention_norm = config.norm()
         self.mlp_norm = config.norm()
 
-    def __call__(self, x: mx.array, mask: mx.array | None) -> mx.array:
+    def __call__(self, x: mx.array, seen: Seen) -> mx.array:
         if self.pre_norm:
-            x = x + self.attention(self.attention_norm(x) if "attention_norm" in self else x, mask)
+            x = x + self.attention(self.attention_norm(x) if "attention_norm" in self else x, seen)
             return x + self.mlp(self.mlp_norm(x))
-        x = self.attention_norm(x + self.attention(x, mask))
+        x = self.attention_norm(x + self.attention(x, seen))
         return self.mlp_norm(x + self.mlp(x))
 
 
@@ -180,9 +195,12 @@ class Encoder(nn.Module):
 
     def __call__(self, ids: mx.array, types: mx.array, present: mx.array | None) -> mx.array:
         x = self.embeddings(ids, types)
-        masks = {window: window_mask(present, window, ids.shape[1]) for window in {None, *self.config.windows}}
-        for layer, window in zip(self.layers, self.config.windows or [None] * len(self.layers), strict=True):
-            x = layer(x, masks[window])
+        batch, length = ids.shape
+        masks = {window: window_mask(present, window, length) for window in {None, *self.config.windows}}
+        lengths = mx.full((batch,), length, mx.int32) if present is None else present.sum(axis=1).astype(mx.int32)
+        seen = Seen(masks, lengths)
+        for layer in self.layers:
+            x = layer(x, seen)
         return self.final_norm(x) if "final_norm" in self else x
 
     def classify(self, ids: mx.array, types: mx.array, present: mx.array | None) -> mx.array:

@@ -5,10 +5,10 @@ from pathlib import Path
 
 import mlx.core as mx
 
-from metalctl.engine.acceleration import accelerate
 from metalctl.engine.embedding.decoder import hidden_of
 from metalctl.engine.embedding.embedder import Embedder
 from metalctl.engine.embedding.encoder import Encoder, EncoderConfig
+from metalctl.engine.embedding.native import accelerate_encoder
 from metalctl.engine.embedding.recipe import Recipe
 from metalctl.engine.errors import UnsupportedModelError
 from metalctl.engine.models.checkpoint import Checkpoint
@@ -49,7 +49,7 @@ def embedder_from_gguf(checkpoint: Checkpoint) -> Embedder:
         _recipe(_pooling(header), "mean"),
         hidden_size=config.hidden_size,
         max_length=config.max_length,
-        notes=(*notes, *model.notes, *accelerate(model.module)),
+        notes=(*notes, *model.notes, *accelerate_encoder(model.module)),
     )
 
 

@@ -7,6 +7,7 @@ from metalctl.engine.acceleration import accelerate
 from metalctl.engine.embedding.decoder import causal, hidden_of, load_decoder
 from metalctl.engine.embedding.embedder import Embedder
 from metalctl.engine.embedding.families import is_encoder
+from metalctl.engine.embedding.native import accelerate_encoder
 from metalctl.engine.embedding.recipe import Recipe, is_sentence_model, read_recipe
 from metalctl.engine.embedding.reranker import CrossEncoder, Reranker, YesNoReranker, yes_and_no
 from metalctl.engine.embedding.weights import load_encoder
@@ -70,7 +71,7 @@ def load_reranker(checkpoint: Checkpoint, *, trust_remote_code: bool = False) ->
     config = read_json(folder / "config.json", required=True)
     if is_encoder(config):
         encoder = load_encoder(weight_files(checkpoint), config, checkpoint.reference)
-        notes = accelerate(encoder)
+        notes = accelerate_encoder(encoder)
         tokenizer = tokenizer_from_folder(folder, config, {}, trust_remote_code)
         limit = read_recipe(folder, OF_ENCODERS).max_length or encoder.config.max_length
         reranker: Reranker = CrossEncoder(encoder, tokenizer, config, min(limit, encoder.config.max_length))
@@ -126,7 +127,7 @@ def hidden_size(config: dict[str, Any]) -> int:
 def _from_encoder(checkpoint: Checkpoint, config: dict[str, Any], trust_remote_code: bool) -> Embedder:
     folder = checkpoint.path
     encoder = load_encoder(weight_files(checkpoint), config, checkpoint.reference)
-    notes = accelerate(encoder)
+    notes = accelerate_encoder(encoder)
     tokenizer = tokenizer_from_folder(folder, config, {}, trust_remote_code)
     recipe = read_recipe(folder, OF_ENCODERS)
     size, longest = encoder.config.hidden_size, encoder.config.max_length

@@ -61,9 +61,9 @@ def read_recipe(folder: Path, otherwise: Recipe) -> Recipe:
     Raises UnsupportedModelError for a stage that is not known, CheckpointError for broken files.
     """
     settings = read_json(folder / "config_sentence_transformers.json")
-    if not is_sentence_model(folder):
-        poolings, pools_prompt, normalize, dense, base = otherwise.poolings, True, otherwise.normalize, [], folder
-    else:
+    poolings, pools_prompt, normalize, base = otherwise.poolings, True, otherwise.normalize, folder
+    dense: list[DenseStage] = []
+    if is_sentence_model(folder):
         poolings, pools_prompt, normalize, dense, base = _stages(folder)
     prompts = settings.get("prompts") or {}
     limits = [_positive(read_json(base / "sentence_bert_config.json").get("max_seq_length"))]
@@ -82,7 +82,8 @@ def read_recipe(folder: Path, otherwise: Recipe) -> Recipe:
 
 def _stages(folder: Path) -> tuple[tuple[str, ...], bool, bool, list[DenseStage], Path]:
     """Poolings, whether they include prompts, normalising, dense layers, where the transformer is."""
-    poolings, pools_prompt, normalize, base = ("mean",), True, False, folder
+    poolings: tuple[str, ...] = ("mean",)
+    pools_prompt, normalize, base = True, False, folder
     dense: list[DenseStage] = []
     for stage in _read_list(folder / MODULES):
         kind, place = str(stage.get("type", "")).rpartition(".")[2], folder / str(stage.get("path", ""))

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -42,7 +42,7 @@ def read_arrays(files: list[Path], where: str) -> Arrays:
         raise CheckpointError(f"{where} has no weights in safetensors.", "Use another conversion of it.")
     for file in files:
         try:
-            arrays.update(mx.load(str(file)))
+            arrays.update(cast(Arrays, mx.load(str(file))))
         except (RuntimeError, ValueError) as error:
             raise CheckpointError(f"{file} cannot be read: {error}", "Fetch the model again.") from error
     return arrays
