@@ -16,7 +16,7 @@ from metalctl.engine.errors import MetalctlError, StorageError, UsageError
 from metalctl.output import Output
 from metalctl.parser import build_parser, default_map
 from metalctl.settings import Settings, load_settings
-from metalctl.version import __version__
+from metalctl.version import __version__, versions
 
 # Typer's own parse errors share this base; it is not exported under a name of its own.
 _ParseError: type[Exception] = typer.BadParameter.__bases__[0]
@@ -115,7 +115,7 @@ def _parse_and_call(arguments: list[str], run: Run) -> None:
 
 
 def _print_version(output: Output) -> None:
-    output.result({"version": __version__, "python": sys.version.split()[0]})
+    output.result(versions() if output.json else None)
     output.text(f"metalctl {__version__}")
 
 

@@ -10,7 +10,7 @@ from packaging.requirements import Requirement
 from packaging.version import Version
 
 from metalctl.doctor.check import Check, failure, ok, warning
-from metalctl.version import __version__
+from metalctl.version import BACKENDS, __version__, installed_version
 
 OLDEST, NEWEST = (3, 11), (3, 14)  # the versions of Python that metalctl is tested with
 
@@ -25,7 +25,6 @@ REASONS = {
     "llguidance": "it fills the token masks of a batch for structured output",
     "tokenizers": "older versions cannot read the tokenizers of newer models",
 }
-BACKENDS = {"darwin": ("mlx-metal",), "linux": ("mlx-cpu", "mlx-cuda-13", "mlx-cuda-12")}
 
 
 def python_version(current: tuple[int, int] = sys.version_info[:2]) -> Check:
@@ -86,8 +85,8 @@ def _package(requirement: Requirement) -> Check | None:
 
 def mlx(system: str = sys.platform) -> Check:
     """MLX comes in two packages, of which the second does the computing; both must be of the same version."""
-    core = _version("mlx")
-    backends = {name: found for name in BACKENDS.get(system, ()) if (found := _version(name))}
+    core = installed_version("mlx")
+    backends = {name: found for name in BACKENDS if (found := installed_version(name))}
     shown = ", ".join(f"{name} {number}" for name, number in {"mlx": core, **backends}.items())
     if core is None or not backends:
         fix = (
@@ -103,11 +102,4 @@ def mlx(system: str = sys.platform) -> Check:
         return failure(
             "mlx", f"{shown} do not fit together", f"pip install -U mlx=={core} {next(iter(backends))}=={core}"
         )
-    return ok("mlx", f"{shown}, mlx-lm {_version('mlx-lm') or 'missing'}")
-
-
-def _version(name: str) -> str | None:
-    try:
-        return version(name)
-    except PackageNotFoundError:
-        return None
+    return ok("mlx", f"{shown}, mlx-lm {installed_version('mlx-lm') or 'missing'}")

@@ -137,7 +137,9 @@ def test_version_for_people_and_programs(capsys: pytest.CaptureFixture[str], mon
     assert cli.main(["--version"]) == 0
     assert capsys.readouterr().out.startswith("metalctl ")
     assert cli.main(["--version", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["data"]["version"] == cli.__version__
+    data = json.loads(capsys.readouterr().out)["data"]
+    assert data["version"] == cli.__version__ and data["backend"] in ("metal", "cuda", "cpu")
+    assert all(data[name] for name in ("python", "platform", "mlx", "mlx_lm", "mlx_vlm"))
     assert cli.main([]) == 0
     assert "Usage:" in capsys.readouterr().out
 

@@ -178,7 +178,7 @@ def test_a_package_that_is_missing_is_named() -> None:
 def test_mlx_and_its_backend_belong_together(
     system: str, installed: dict[str, str], state: str, said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(versions, "_version", lambda name: installed.get(name))
+    monkeypatch.setattr(versions, "installed_version", lambda name: installed.get(name))
     check = versions.mlx(system)
     assert check.state == state and said in check.detail
     assert state == "ok" or is_helpful(check)
