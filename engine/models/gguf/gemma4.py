@@ -16,6 +16,7 @@ def gemma4(keys: Keys) -> Config:
     share = keys.integer("attention.shared_kv_layers", 0)
     return {
         **config,
+        "rope_scaling": None,
         "head_dim": keys.integer("attention.key_length_swa"),
         "global_head_dim": keys.integer("attention.key_length"),
         "num_key_value_heads": heads.get("sliding_attention", config["num_key_value_heads"]),

@@ -74,11 +74,12 @@ def layer_norm(keys: Keys, model_type: str) -> Config:
 
 def rope_scaling(keys: Keys) -> Config | None:
     """mlx-lm's description of how rotary positions are stretched; None: not at all."""
-    if keys.has("rope_freqs.weight") or keys.has("blk.0.rope_freqs.weight"):
-        # The factors themselves are in a tensor, which `llama3_frequencies` puts in place; these describe them.
+    name = _frequency_factors(keys)
+    if name:
+        # `llama3_frequencies` puts the factors themselves in place; this is what they mostly come from.
         return {
             "rope_type": "llama3",
-            "factor": 8.0,
+            "factor": max(keys.tensor(name)),
             "low_freq_factor": 1.0,
             "high_freq_factor": 4.0,
             "original_max_position_embeddings": 8192,
@@ -98,6 +99,9 @@ def rope_scaling(keys: Keys) -> Config | None:
             "beta_fast": keys.number("rope.scaling.yarn_beta_fast", 32.0),
             "beta_slow": keys.number("rope.scaling.yarn_beta_slow", 1.0),
         }
+        log_multiplier = keys.optional("rope.scaling.yarn_log_multiplier")
+        if log_multiplier:
+            scaling["mscale"], scaling["mscale_all_dim"] = 1.0, log_multiplier
         attention = keys.optional("rope.scaling.attn_factor")
         if attention is not None and attention != 1 and factor > 1:
             scaling["mscale"] = (attention * (1 + 0.1 * math.log(factor)) - 1) / (0.1 * math.log(factor))
@@ -118,10 +122,15 @@ def longrope(keys: Keys, original: int) -> Config:
     }
 
 
+def _frequency_factors(keys: Keys) -> str | None:
+    """The tensor with a factor for each pair of rotary dimensions, where there is one."""
+    return next((name for name in ("rope_freqs.weight", "blk.0.rope_freqs.weight") if keys.has(name)), None)
+
+
 def llama3_frequencies(model: Any, keys: Keys) -> None:
     """Puts the frequency factors of `rope_freqs.weight` in place of those that mlx-lm computed."""
-    name = "rope_freqs.weight" if keys.has("rope_freqs.weight") else "blk.0.rope_freqs.weight"
-    if not keys.has(name):
+    name = _frequency_factors(keys)
+    if not name:
         return
     import mlx.core as mx
     from mlx_lm.models.rope_utils import Llama3RoPE

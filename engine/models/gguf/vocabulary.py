@@ -89,6 +89,8 @@ def build_tokenizer(header: Header) -> tuple[Tokenizer, list[str]]:
         raise CheckpointError(f"The vocabulary of {header.name} is broken: {error}") from error
     _add_tokens(backend, vocabulary, eats_space=_is_phi3(header))
     templates, notes = _chat_templates(header, vocabulary, specials)
+    if model == "gpt2" and not header.get("tokenizer.ggml.pre", str):
+        notes.append("The file does not say how words are cut before merging (tokenizer.ggml.pre): a guess is used.")
     prefix, suffix = _surroundings(header, kind, specials)
     tokenizer = Tokenizer(
         backend,

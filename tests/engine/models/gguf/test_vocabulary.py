@@ -170,6 +170,12 @@ def test_broken_vocabularies_are_refused() -> None:
         build_tokenizer(Header("x", {}, (), 0, 0))
 
 
+def test_file_that_does_not_say_how_words_are_cut_is_noted() -> None:
+    header = byte_level(chat_template="x")
+    del header.metadata["tokenizer.ggml.pre"]
+    assert "tokenizer.ggml.pre" in build_tokenizer(header)[1][0]
+
+
 def test_empty_and_repeated_tokens_do_no_harm() -> None:
     header = byte_level()
     header.metadata["tokenizer.ggml.tokens"][200:202] = ["", "the"]

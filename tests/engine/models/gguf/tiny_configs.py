@@ -65,6 +65,8 @@ CONFIGS: dict[str, dict[str, Any]] = {
             "beta_fast": 32.0,
             "beta_slow": 1.0,
             "llama_4_scaling_beta": 0.1,
+            "mscale": 1.0,
+            "mscale_all_dim": 1.0,
         },
     },
     "qwen2": {"model_type": "qwen2", **BASE},

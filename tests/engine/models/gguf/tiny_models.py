@@ -80,6 +80,7 @@ METADATA: dict[str, dict[str, Any]] = {
         "rope.scaling.original_context_length": 128,
         "rope.scaling.yarn_beta_fast": 32.0,
         "rope.scaling.yarn_beta_slow": 1.0,
+        "rope.scaling.yarn_log_multiplier": 1.0,
         "attention.temperature_scale": 0.1,
     },
     "qwen2": BASE,
