@@ -2,7 +2,7 @@
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import AsyncExitStack, aclosing
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
@@ -133,7 +133,7 @@ class Chat:
         stack.callback(generation.close)
         return cls(model, task, prepared, generation)
 
-    async def events(self) -> AsyncIterator[Delta | End]:
+    async def events(self) -> AsyncGenerator[Delta | End, None]:
         """The answers piece by piece, each closed by its End."""
         async with aclosing(self._generation.outputs()) as outputs:
             async for choice, output in outputs:

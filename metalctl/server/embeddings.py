@@ -195,16 +195,20 @@ async def _made(model: ServedModel, prepared: Any) -> tuple[list[Tokens], list[V
     items: list[Tokens] = await prepared
     engine: Any = model.thread.engine
     if isinstance(engine, VectorEngine):
-        future = await asyncio.to_thread(model.thread.call, lambda vectors: vectors.add(items))
+        future = await asyncio.to_thread(model.thread.call, lambda _: engine.add(items))
         return items, await asyncio.wrap_future(future)
     maker = _embedder(model)
     found: list[Vector | None] = [None] * len(items)
     for indices in batches([len(item.ids) for item in items], engine.config.max_num_batched_tokens):
         batch = [items[index] for index in indices]
-        made = await asyncio.to_thread(model.thread.call, lambda _engine, batch=batch: maker.compute(batch))
+        made = await asyncio.to_thread(model.thread.call, _computing(maker, batch))
         for index, vector in zip(indices, made, strict=True):
             found[index] = vector
     return items, [vector for vector in found if vector is not None]
+
+
+def _computing(maker: Embedder, batch: Sequence[Tokens]) -> "Callable[[LLMEngine], list[Vector]]":
+    return lambda _: maker.compute(batch)
 
 
 _embedders: "weakref.WeakKeyDictionary[LLMEngine, Embedder]" = weakref.WeakKeyDictionary()

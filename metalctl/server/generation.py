@@ -1,7 +1,7 @@
 """From prompts to a stream of outputs of the engine: counted, watched, and ended when nobody reads."""
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 
@@ -51,7 +51,7 @@ class Generation:
             stream = self.model.thread.submit(prompt.token_ids, prompt.params, grammar=prompt.grammar, loop=loop)
             self._streams.append(stream)
 
-    async def outputs(self) -> AsyncIterator[tuple[int, RequestOutput]]:
+    async def outputs(self) -> AsyncGenerator[tuple[int, RequestOutput], None]:
         async with aclosing(_merged(self._streams)) as merged:
             async for index, output in merged:
                 if output.finished:
@@ -89,7 +89,7 @@ def _check_token_ids(params: SamplingParams, vocab_size: int) -> None:
                 raise bad_request(f"{name} has token {token}; this model's go from 0 to {vocab_size - 1}.", name)
 
 
-async def _merged(streams: Sequence[RequestStream]) -> AsyncIterator[tuple[int, RequestOutput]]:
+async def _merged(streams: Sequence[RequestStream]) -> AsyncGenerator[tuple[int, RequestOutput], None]:
     """The outputs of all streams in the order in which they come, each with the index of its stream."""
     if len(streams) == 1:
         async for output in streams[0]:

@@ -14,13 +14,17 @@ if TYPE_CHECKING:
 _ERRORS = {"openai": OpenAIError, "anthropic": AnthropicError, "ollama": OllamaError}
 _STREAMS = {"openai": "text/event-stream", "anthropic": "text/event-stream", "ollama": "application/x-ndjson"}
 
+_EVENT = {
+    "type": "object",
+    "properties": {"event": {"type": "string"}, "data": {"type": "string"}},
+    "required": ["data"],
+}
+
 
 def document(entries: "tuple[Entry, ...]") -> dict[str, Any]:
     """OpenAPI 3.1."""
     models = {model for entry in entries for model in (entry.body, entry.answer) if model is not None}
-    wanted = [
-        (model, "validation") for model in sorted({*models, *_ERRORS.values()}, key=lambda model: model.__qualname__)
-    ]
+    wanted = [(model, "validation") for model in sorted({*models, *_ERRORS.values()}, key=repr)]
     references, schemas = models_json_schema(wanted, ref_template="#/components/schemas/{model}")  # type: ignore[arg-type]
     paths: dict[str, dict[str, Any]] = {}
     for entry in entries:
@@ -44,7 +48,7 @@ def _operation(entry: "Entry", references: Any) -> dict[str, Any]:
     dialect = dialect_of(entry.path)
     answered = schema(entry.answer) if entry.answer else {"text/plain": {"schema": {"type": "string"}}}
     if entry.streams:
-        answered[_STREAMS[dialect]] = {"schema": {"type": "string"}}
+        answered[_STREAMS[dialect]] = {"schema": {"type": "string"} if dialect == "ollama" else _EVENT}
     operation: dict[str, Any] = {
         "operationId": entry.handler.__module__.rpartition(".")[2] + "_" + entry.handler.__name__,
         "tags": [entry.group],

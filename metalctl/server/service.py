@@ -1,6 +1,6 @@
 """What every route shares: the models, and the way from a task to an answer."""
 
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, Callable
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from typing import Any
@@ -26,7 +26,7 @@ class Service:
         task: ChatTask,
         *,
         whole: Callable[[Chat, list[Answer]], dict[str, Any]],
-        pieces: Callable[[Chat], AsyncIterator[bytes]] | None,
+        pieces: Callable[[Chat], AsyncGenerator[bytes, None]] | None,
         keep_alive: float | None = None,
         silence: bytes | None = COMMENT,
         media_type: str = "text/event-stream",

@@ -2,13 +2,14 @@
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
-from contextlib import suppress
+import time
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
+from contextlib import aclosing, suppress
 from typing import Any, TypeVar
 
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.types import Message, Receive, Scope, Send
+from starlette.types import Receive, Scope, Send
 
 KEEP_ALIVE = 10.0  # seconds of silence after which a comment is sent
 COMMENT = b": still here\n\n"
@@ -29,7 +30,7 @@ class EventStream(Response):
 
     def __init__(
         self,
-        pieces: AsyncIterator[bytes],
+        pieces: AsyncGenerator[bytes, None],
         close: Callable[[], Awaitable[None]],
         silence: bytes | None = COMMENT,
         media_type: str = "text/event-stream",
@@ -39,39 +40,37 @@ class EventStream(Response):
         self._pieces = pieces
         self._close = close
         self._silence = silence
+        self._sent = time.monotonic()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        relay = asyncio.ensure_future(self._relay(send))
         gone = asyncio.ensure_future(disconnected(receive))
         try:
-            await _send(send, {"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-            await self._relay(send, gone)
-            await _send(send, {"type": "http.response.body", "body": b""})
+            while not (relay.done() or gone.done()):
+                await asyncio.wait({relay, gone}, timeout=KEEP_ALIVE, return_when=asyncio.FIRST_COMPLETED)
+                if self._is_silent and not relay.done():
+                    await _send(send, self._silence or b"")
+            if relay.done():
+                relay.result()
         except ClientGone:
             pass
         finally:
             gone.cancel()
-            await _close(self._pieces)
+            await _cancelled(relay)
             await self._close()
 
-    async def _relay(self, send: Send, gone: "asyncio.Future[None]") -> None:
-        while True:
-            piece = asyncio.ensure_future(_next(self._pieces))
-            try:
-                while not piece.done():
-                    await asyncio.wait({piece, gone}, timeout=KEEP_ALIVE, return_when=asyncio.FIRST_COMPLETED)
-                    if gone.done():
-                        raise ClientGone
-                    if not piece.done() and self._silence is not None:
-                        await _send_piece(send, self._silence)
-            finally:
-                if not piece.done():
-                    piece.cancel()
-                    with suppress(asyncio.CancelledError):
-                        await piece
-            data = piece.result()
-            if data is None:
-                return
-            await _send_piece(send, data)
+    async def _relay(self, send: Send) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+        async with aclosing(self._pieces) as pieces:
+            async for piece in pieces:
+                self._sent = float("inf")  # while the client is slow to take it, there is no need of comments
+                await _send(send, piece)
+                self._sent = time.monotonic()
+        await _send(send, b"", more=False)
+
+    @property
+    def _is_silent(self) -> bool:
+        return self._silence is not None and time.monotonic() - self._sent >= KEEP_ALIVE
 
 
 async def until_disconnect(request: Request, work: Coroutine[Any, Any, T]) -> T:
@@ -85,10 +84,7 @@ async def until_disconnect(request: Request, work: Coroutine[Any, Any, T]) -> T:
         return task.result()
     finally:
         gone.cancel()
-        if not task.done():
-            task.cancel()
-            with suppress(asyncio.CancelledError):
-                await task
+        await _cancelled(task)
 
 
 async def disconnected(receive: Receive) -> None:
@@ -107,22 +103,18 @@ def ndjson(data: Any) -> bytes:
     return json.dumps(data, ensure_ascii=False, separators=(",", ":")).encode() + b"\n"
 
 
-async def _next(pieces: AsyncIterator[bytes]) -> bytes | None:
-    return await anext(pieces, None)
-
-
-async def _close(pieces: AsyncIterator[bytes]) -> None:
-    close = getattr(pieces, "aclose", None)
-    if close is not None:
-        await close()
-
-
-async def _send_piece(send: Send, data: bytes) -> None:
-    await _send(send, {"type": "http.response.body", "body": data, "more_body": True})
-
-
-async def _send(send: Send, message: Message) -> None:
+async def _send(send: Send, data: bytes, more: bool = True) -> None:
+    """Raises ClientGone when the client takes too long."""
     try:
-        await asyncio.wait_for(send(message), SEND_TIMEOUT)
+        async with asyncio.timeout(SEND_TIMEOUT):
+            await send({"type": "http.response.body", "body": data, "more_body": more})
     except (TimeoutError, OSError):
         raise ClientGone from None
+
+
+async def _cancelled(task: "asyncio.Future[Any]") -> None:
+    """Return when the task has ended, by being cancelled if need be."""
+    if not task.done():
+        task.cancel()
+        with suppress(asyncio.CancelledError, ClientGone):
+            await task

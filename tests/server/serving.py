@@ -29,7 +29,7 @@ def tiny_engine(seed: int = 0, tokenizer: Tokenizer | None = None, **config: Any
     """A random model whose tokens are bytes, in its thread."""
 
     def load() -> LLMEngine:
-        shape = {"model_type": "llama", "vocab_size": VOCAB}
+        shape = {"model_type": "llama", "hidden_size": 64, "vocab_size": VOCAB}
         model = build("llama", seed, vocab_size=VOCAB)
         loaded = LoadedModel(model, tokenizer or byte_tokenizer(), shape, CONTEXT, f"tiny {seed}")
         settings = {"block_size": 8, "max_num_batched_tokens": 64, "kv_cache_bytes": 1 << 24, **config}

@@ -2,7 +2,7 @@
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import replace
 from typing import Any
@@ -25,8 +25,9 @@ from metalctl.server.anthropic.types import (
     ToolUseBlock,
 )
 from metalctl.server.body import read
-from metalctl.server.chat import Answer, Chat, ChatTask, Delta, End, ToolChoice, prepare
+from metalctl.server.chat import Answer, Chat, ChatTask, Delta, End, prepare
 from metalctl.server.chat_format.pieces import Call, Words
+from metalctl.server.chat_format.tool_grammars import ToolChoice
 from metalctl.server.errors import bad_request, body, not_supported, translate
 from metalctl.server.ids import new_id
 from metalctl.server.service import Service
@@ -107,10 +108,9 @@ def _converted(message: Message, param: str) -> list[dict[str, Any]]:
     """In the form that templates take: results of tools become messages of their own."""
     if isinstance(message.content, str):
         return [{"role": message.role, "content": message.content}]
-    results, rest = [], []
-    for block in message.content:
-        (results if isinstance(block, ToolResultBlock) else rest).append(block)
-    converted = [_result(block, param) for block in results]  # type: ignore[arg-type]
+    results = [block for block in message.content if isinstance(block, ToolResultBlock)]
+    rest = [block for block in message.content if not isinstance(block, ToolResultBlock)]
+    converted = [_result(block, param) for block in results]
     if rest or not results:
         converted.append(_blocks(message.role, rest, param))
     return converted
@@ -157,7 +157,7 @@ def _whole(chat: Chat, answers: list[Answer]) -> dict[str, Any]:
     return {**_message(chat), "content": content, **_stop(answer.end), "usage": _usage(answer.usage)}
 
 
-async def _events(chat: Chat) -> AsyncIterator[bytes]:
+async def _events(chat: Chat) -> AsyncGenerator[bytes, None]:
     writer = _BlockWriter()
     usage = {"input_tokens": chat.prompt_tokens, "output_tokens": 0}
     empty = {**_message(chat), "content": [], "stop_reason": None, "stop_sequence": None, "usage": usage}

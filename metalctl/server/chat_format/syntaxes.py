@@ -51,7 +51,7 @@ def _from_object(value: Any) -> Call:
         raise ValueError("not a tool call")
     inner = value["function"] if isinstance(value.get("function"), dict) else value
     name = next((inner[key] for key in ("name", "tool_name", "function") if key in inner), None)
-    arguments = next((inner[key] for key in ("arguments", "parameters", "args") if key in inner), {})
+    arguments: Any = next((inner[key] for key in ("arguments", "parameters", "args") if key in inner), {})
     return make_call(name, {} if arguments is None else arguments, value.get("id"))
 
 

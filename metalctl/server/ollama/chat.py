@@ -1,7 +1,7 @@
 """POST /api/chat and /api/generate"""
 
 import json
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncGenerator, Callable, Iterable
 from contextlib import aclosing
 from datetime import UTC, datetime
 from typing import Any
@@ -172,7 +172,7 @@ class _Writer:
         content = self._shape(answer.text, answer.reasoning, answer.calls)
         return {**self._frame(chat), **content, **self._logprobs(chat, answer.logprobs), **_done(answer.end)}
 
-    async def lines(self, chat: Chat) -> AsyncIterator[bytes]:
+    async def lines(self, chat: Chat) -> AsyncGenerator[bytes, None]:
         try:
             async with aclosing(chat.events()) as events:
                 async for event in events:

@@ -1,7 +1,7 @@
 """POST /v1/chat/completions"""
 
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from typing import Any
 
@@ -10,8 +10,9 @@ from starlette.responses import Response
 
 from metalctl.engine.sequence import Usage
 from metalctl.server.body import read
-from metalctl.server.chat import Answer, Chat, ChatTask, Delta, End, ToolChoice
+from metalctl.server.chat import Answer, Chat, ChatTask, Delta, End
 from metalctl.server.chat_format.pieces import Call, Words
+from metalctl.server.chat_format.tool_grammars import ToolChoice
 from metalctl.server.errors import bad_request, body, not_supported, translate
 from metalctl.server.ids import new_id
 from metalctl.server.openai.logprobs import chat_logprobs
@@ -129,7 +130,7 @@ class _Renderer:
         usage = usage_of([answer.usage for answer in answers])
         return {**self._frame(chat, "chat.completion"), "choices": choices, "usage": usage}
 
-    async def chunks(self, chat: Chat) -> AsyncIterator[bytes]:
+    async def chunks(self, chat: Chat) -> AsyncGenerator[bytes, None]:
         ends: list[End] = []
         counts = [0] * chat.task.n  # of tool calls
         with_usage = self._asked.stream_options is not None and self._asked.stream_options.include_usage

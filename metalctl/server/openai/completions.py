@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from contextlib import AsyncExitStack, aclosing
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -90,7 +90,7 @@ class Completion:
         choices = [self._whole_choice(index, choice) for index, choice in enumerate(self._choices)]
         return {**self._frame(), "choices": choices, "usage": self._usage()}
 
-    async def chunks(self) -> AsyncIterator[bytes]:
+    async def chunks(self) -> AsyncGenerator[bytes, None]:
         options = self._asked.stream_options
         extra: dict[str, Any] = {"usage": None} if options and options.include_usage else {}
         try:

@@ -1,7 +1,7 @@
 """A response of /v1/responses as items, and as the events that build them up."""
 
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncGenerator, Iterator
 from contextlib import aclosing
 from typing import Any
 
@@ -37,7 +37,7 @@ class ResponseWriter:
         items.close()
         return self._response(chat, items, answer.end)
 
-    async def events(self, chat: Chat) -> AsyncIterator[bytes]:
+    async def events(self, chat: Chat) -> AsyncGenerator[bytes, None]:
         items = _Items(chat, with_logprobs=True)
         numbers = iter(range(2**31))
 
@@ -70,7 +70,7 @@ class ResponseWriter:
         given = asked.model_dump(
             exclude_none=True, by_alias=True, exclude={"input", "stream", "stream_options", "include"}
         )
-        defaults = {
+        defaults: dict[str, Any] = {
             "instructions": None,
             "max_output_tokens": None,
             "metadata": {},

@@ -7,7 +7,8 @@ from starlette.responses import Response
 
 from metalctl.engine import grammar as grammars
 from metalctl.server.body import read
-from metalctl.server.chat import ChatTask, ToolChoice
+from metalctl.server.chat import ChatTask
+from metalctl.server.chat_format.tool_grammars import ToolChoice
 from metalctl.server.errors import not_supported
 from metalctl.server.openai.response_events import ResponseWriter
 from metalctl.server.openai.response_types import (
