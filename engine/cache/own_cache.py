@@ -26,8 +26,8 @@ class OwnCache:
 
     @property
     def pools(self) -> list[mx.array]:
-        states = (tree_flatten(cache.state) for cache in self._caches.values())
-        return [array for state in states for _, array in state if isinstance(array, mx.array)]
+        states = (dict(tree_flatten(cache.state)) for cache in self._caches.values())
+        return [array for state in states for array in state.values() if isinstance(array, mx.array)]
 
     @property
     def nbytes(self) -> int:
@@ -39,7 +39,7 @@ class OwnCache:
         if forward is None:
             return
         assert forward.batch_size == 1 and forward.slots is not None
-        self._slot = int(forward.slots.tolist()[0])
+        self._slot = int(forward.slots)
         if forward.fresh:
             self._caches[self._slot] = deepcopy(self.layer.blank)
 
