@@ -61,7 +61,7 @@ def serve(
     """Serve models to programs that speak the API of OpenAI, Anthropic or Ollama.
 
     The first REF is loaded at once, the others when they are asked for. SIGTERM or Ctrl-C lets running requests finish;
-    a second one does not.
+    a second Ctrl-C does not.
     """
     from metalctl.kernels import blas
 

@@ -5,6 +5,7 @@ the log instead.
 """
 
 import logging
+import traceback
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -73,8 +74,16 @@ def translate(error: BaseException) -> ApiError:
         case MetalctlError():
             log.error("%s", error.message)
             return ApiError(500, "the model cannot be used.", code=error.type)
-    log.error("a request failed", exc_info=error)
+    _log_bug(error)
     return ApiError(500, "the server failed at this request.", code="internal")
+
+
+def _log_bug(error: BaseException) -> None:
+    """Where it happened. Messages of exceptions may quote what was asked: those are for the debug log."""
+    frames = traceback.extract_tb(error.__traceback__)
+    places = " < ".join(f"{frame.filename}:{frame.lineno} {frame.name}" for frame in reversed(frames[-8:]))
+    log.error("a request failed: %s at %s", type(error).__name__, places)
+    log.debug("its traceback", exc_info=error)
 
 
 def _said(error: MetalctlError) -> str:

@@ -97,7 +97,11 @@ def test_log_says_what_happened_and_not_what_was_asked(caplog, monkeypatch):
         assert client.post("/v1/chat/completions", json=words).status_code == 200
         assert client.post("/v1/chat/completions", json={**words, "colour": "my secret words"}).status_code == 400
         client.get("/v1/evil%0a%1b[31mpath")
+    thread = ScriptedThread(ValueError("my secret words"))
+    with running(lambda spec: served("s", thread), "s") as server:
+        assert server.client().post("/v1/chat/completions", json=CHAT).status_code == 500
     records = [record.getMessage() for record in caplog.records if record.name == "metalctl.server"]
     assert any(" POST /v1/chat/completions 200" in record for record in records)
+    assert any("a request failed: ValueError at" in record for record in records)
     assert not any("secret" in record or record == "hi" for record in records)
     assert not any("\n" in record or "\x1b" in record for record in records)
