@@ -7,13 +7,13 @@ import math
 import subprocess
 import sys
 import threading
+from pathlib import Path
 
 import psutil
 import pytest
+from load import Load, drive, percentile, prompt
 from scripted import ScriptedThread
 from serving import assert_idle, running, served, tiny_engine
-
-from metalctl.server.load import Load, drive, percentile, prompt
 
 
 def test_what_a_server_is_known_to_do_is_what_is_seen():
@@ -56,7 +56,8 @@ def test_an_http_error_is_a_failure():
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Broken)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     url = f"http://127.0.0.1:{server.server_port}"
-    command = [sys.executable, "-m", "metalctl.server.load", url, "--concurrency", "2", "--requests", "2"]
+    program = Path(__file__).with_name("load.py")
+    command = [sys.executable, str(program), url, "--concurrency", "2", "--requests", "2"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     server.shutdown()
     assert done.returncode == 1
