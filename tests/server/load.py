@@ -1,7 +1,7 @@
 """A load generator: many streams at once against any server with OpenAI's API, and what they saw.
 
-For the tests, and to measure servers that `metalctl bench` cannot: it asks for chats, which every server answers, and
-counts what comes. It reads the bytes itself, since at many streams a client library would take the processor from the server that it
+For the tests, and to measure servers that `metalctl bench` cannot: it asks for chats, which every server answers. It
+reads the bytes itself, since at many streams a client library would take the processor from the server that it
 measures. Run as a program it prints a line of JSON for each concurrency, and fails when a request failed.
 """
 
