@@ -1,7 +1,8 @@
 """The command line's parser, made from the commands that are registered, and the defaults that config.toml gives it."""
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 import typer
@@ -19,7 +20,19 @@ def build_parser() -> Any:
             option.show_envvar = False
             option.show_default = option.show_default and not option.count and not isinstance(option.default, bool)
             option.allow_from_autoenv = option.name not in ("version", "help")
+        for parameter in filter(lambda each: hasattr(each, "display_type_rich"), parser.params):  # not in old versions
+            parameter.display_type_rich = partial(_shown_type, parameter.param_type_name, parameter.display_type_rich)
     return root
+
+
+_SHOWN = {"str": "TEXT", "int": "N", "int range": "N", "float": "NUMBER", "float range": "NUMBER", "path": "FILE"}
+
+
+def _shown_type(kind: str, original: Callable[..., str], ctx: Any) -> str:
+    """What stands behind an option in the help; an argument's own name says enough."""
+    inner = original(ctx=ctx).strip("<>")
+    inner = inner.removeprefix("list[").removesuffix("]")
+    return "" if kind == "argument" else _SHOWN.get(inner, inner)
 
 
 def default_map(root: Any, settings: Settings) -> dict[str, Any]:

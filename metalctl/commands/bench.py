@@ -19,7 +19,7 @@ Form = Literal["md", "json", "jsonl", "csv"]
 PEERS = ("mlx-lm", "llama.cpp")
 
 
-@command("bench")
+@command("bench", short_help="Measure how fast a model reads and writes.")
 def bench(
     invocation: Invocation,
     reference: Annotated[str | None, typer.Argument(metavar="REF", help="The model.")] = None,

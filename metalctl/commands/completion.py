@@ -12,7 +12,7 @@ from metalctl.engine.errors import UsageError
 Shell = Literal["bash", "zsh", "fish"]
 
 
-@command("completion")
+@command("completion", short_help="Print completions for bash, zsh or fish.")
 def completion(
     invocation: Invocation,
     shell: Annotated[

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 _STYLES = {"ok": "green", "warning": "bold yellow", "failure": "bold red"}
 
 
-@command("doctor")
+@command("doctor", short_help="Look for what may keep models from running here.")
 def doctor(
     invocation: Invocation,
     reference: Annotated[str | None, typer.Argument(metavar="REF", help="A model to load and check, too.")] = None,

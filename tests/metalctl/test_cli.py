@@ -157,6 +157,8 @@ def test_help_fits_eighty_columns_and_names_the_exit_codes(name: str) -> None:
     )  # fmt: skip
     assert max(map(len, done.stdout.splitlines())) <= 80
     assert "env var" not in done.stdout
+    assert "<str>" not in done.stdout and "list[" not in done.stdout
+    assert "..." not in done.stdout.partition("Commands:")[2]  # no summary is cut
     if not name:
         assert "Exit codes: 0 ok" in " ".join(done.stdout.split())
 
