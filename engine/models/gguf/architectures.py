@@ -3,12 +3,13 @@
 from metalctl.engine.errors import UnsupportedModelError
 from metalctl.engine.models.gguf.delta_net import DELTA_NET
 from metalctl.engine.models.gguf.dense import DENSE
+from metalctl.engine.models.gguf.experts import WITH_EXPERTS
 from metalctl.engine.models.gguf.gemma4 import GEMMA4
-from metalctl.engine.models.gguf.hybrid import HYBRID
 from metalctl.engine.models.gguf.mapping import Architecture
 from metalctl.engine.models.gguf.reader import Header
+from metalctl.engine.models.gguf.recurrent import RECURRENT
 
-ARCHITECTURES: dict[str, Architecture] = {**DENSE, **HYBRID, **DELTA_NET, **GEMMA4}
+ARCHITECTURES: dict[str, Architecture] = {**DENSE, **WITH_EXPERTS, **RECURRENT, **DELTA_NET, **GEMMA4}
 
 
 def architecture(header: Header) -> Architecture:

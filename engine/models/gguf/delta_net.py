@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from metalctl.engine.models.gguf.hybrid import EXPERTS, SHARED_EXPERT, experts
+from metalctl.engine.models.gguf.experts import EXPERTS, SHARED_EXPERT, experts
 from metalctl.engine.models.gguf.mapping import (
     Architecture,
     Array,

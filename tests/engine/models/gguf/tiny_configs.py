@@ -317,3 +317,16 @@ CONFIGS["gemma4-experts"] = {
     "top_k_experts": 2,
     "moe_intermediate_size": 32,
 }
+CONFIGS["nemotron_h_moe"] = {
+    **CONFIGS["nemotron_h"],
+    "hybrid_override_pattern": ["M", "*", "E"],
+    "moe_intermediate_size": 32,
+    "moe_shared_expert_intermediate_size": 64,
+    "n_routed_experts": 4,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 2,
+    "n_group": 1,
+    "topk_group": 1,
+    "norm_topk_prob": True,
+    "routed_scaling_factor": 1.5,
+}

@@ -243,6 +243,16 @@ METADATA["gemma4-experts"] = {
     "embedding_length_per_layer_input": 0,
     "attention.head_count_kv": [2, 2, 1] * 2,
 }
+METADATA["nemotron_h_moe"] = {
+    **METADATA["nemotron_h"],
+    **EXPERTS,
+    "feed_forward_length": [0, 0, 32],
+    "expert_shared_feed_forward_length": 64,
+    "expert_shared_count": 1,
+    "expert_weights_norm": True,
+    "expert_weights_scale": 1.5,
+    "expert_group_count": 1,
+}
 EXTRA = {
     case: {"rope_freqs.weight": np.array([1.0] * 4 + [1e30] * 12, np.float32)} for case in ("gemma4", "gemma4-experts")
 }

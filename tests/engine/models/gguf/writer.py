@@ -138,6 +138,8 @@ def _renamed(kind: str, config: Config, name: str, value: np.ndarray) -> Tensors
     elif name.endswith((".router.scale", ".router.per_expert_scale")):
         kind = "ffn_down_exps" if "expert" in name else "ffn_gate_inp"
         yield f"blk.{name.split('.')[2]}.{kind}.scale", value
+    elif ".mixer.switch_mlp." in name:
+        yield f"blk.{name.split('.')[2]}.ffn_{'up' if '.fc1.' in name else 'down'}_exps.weight", value
     elif ".experts.switch_glu." in name:
         yield f"blk.{name.split('.')[2]}.ffn_{name.split('.')[-2].removesuffix('_proj')}_exps.weight", value
     elif ".kv_b_proj." in name:
@@ -173,7 +175,8 @@ LFM2_EXPERTS = tuple(
     for inside, outside in (("switch_mlp.", "experts."), ("", ""))
     for ours, theirs in (("gate", f"{outside}w1"), ("down", f"{outside}w2"), ("up", f"{outside}w3"))
 )
-RENAMES = {"lfm2_moe": LFM2_EXPERTS} | dict.fromkeys(("mixtral", "granitemoe", "granitemoehybrid"), NUMBERED_EXPERTS)
+NUMBERED = ("mixtral", "granitemoe", "granitemoehybrid")
+RENAMES = {"lfm2_moe": LFM2_EXPERTS} | dict.fromkeys(NUMBERED, NUMBERED_EXPERTS)
 
 
 def gguf_name(architecture: str, kind: str, layers: int, name: str) -> str:
