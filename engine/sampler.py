@@ -7,6 +7,7 @@ import mlx.core as mx
 import numpy as np
 
 from metalctl.engine.sequence import PENDING, SamplingParams, Sequence
+from metalctl.kernels.sampling import draw
 
 _NEVER = -float("inf")
 
@@ -60,7 +61,7 @@ class Sampler:
         adjusted = self._adjust(raw, rows)
         tokens = mx.argmax(adjusted, axis=-1)
         if rows.any_random:
-            tokens = mx.where(rows.greedy, tokens, _draw(_filter(adjusted, rows), rows.keys(positions)))
+            tokens = mx.where(rows.greedy, tokens, _draw(adjusted, rows, rows.keys(positions)))
         tokens = tokens.astype(mx.int32)
         rows.count(tokens)
         self._last = (rows.sequences, tokens)
@@ -236,34 +237,11 @@ def _is_penalised(params: SamplingParams) -> bool:
     return bool(params.repetition_penalty != 1 or params.presence_penalty or params.frequency_penalty)
 
 
-def _filter(logits: mx.array, rows: _Rows) -> mx.array:
-    """Scaled logits `[N, V]`, with what top-k, top-p and min-p leave out at -inf. Ties with the last kept are kept."""
-    scaled = logits / rows.temperature
-    if not rows.any_filter:
-        return scaled
-    ordered = -mx.sort(-scaled, axis=-1)
-    rank = mx.arange(ordered.shape[-1])[None]
-    probabilities = mx.softmax(mx.where(rank < rows.top_k, ordered, _NEVER), axis=-1)
-    before = mx.cumsum(probabilities, axis=-1) - probabilities
-    kept = (
-        ((before < rows.top_p) | (rows.top_p >= 1))
-        & (rank < rows.top_k)
-        & (probabilities >= rows.min_p * probabilities[:, :1])
-    )
-    kept = kept | (rank == 0)
-    last = mx.where(kept, rank, 0).max(axis=-1, keepdims=True)
-    threshold = mx.take_along_axis(ordered, last, axis=-1)
-    return mx.where(scaled >= threshold, scaled, _NEVER)
-
-
-def _draw(logits: mx.array, keys: mx.array) -> mx.array:
-    """One token a row from softmax of `logits` `[N, V]`, with `keys` `[N, 2]`."""
+def _draw(logits: mx.array, rows: _Rows, keys: mx.array) -> mx.array:
+    """One token a row from `logits` `[N, V]`, with `keys` `[N, 2]`."""
     uniform = mx.vmap(lambda key: mx.random.uniform(key=key))(keys)[:, None]
-    probabilities = mx.softmax(logits, axis=-1)
-    cumulative = mx.cumsum(probabilities, axis=-1)
-    # Below the total whatever the rounding, and never a token without probability where a parallel sum is uneven.
-    target = uniform * cumulative[:, -1:] * (1 - 1e-6)
-    return mx.argmax((cumulative > target) & (probabilities > 0), axis=-1)
+    keeps_all = not rows.any_filter
+    return draw(logits, rows.temperature, rows.top_k, rows.top_p, rows.min_p, uniform, keeps_all=keeps_all)
 
 
 def _column(values: Many[float]) -> mx.array:

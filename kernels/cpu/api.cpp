@@ -143,6 +143,10 @@ EXPORT void* metalctl_attention(float scale, float softcap, int window, int sink
   return new Handle(make_attention(scale, softcap, window, sinks != 0, starts != 0));
 }
 
+EXPORT void* metalctl_both_ways(float scale, int window) { return new Handle(make_both_ways(scale, window)); }
+
+EXPORT void* metalctl_draw() { return new Handle(make_draw()); }
+
 EXPORT void metalctl_release(void* body) { delete static_cast<Handle*>(body); }
 
 // Inputs that are None are left out. The results replace what the output arrays held.

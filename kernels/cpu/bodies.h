@@ -151,6 +151,8 @@ inline void product_rows(const Product& p, int tile, int row) {
       if (p.up_bias)
         for (int r = 0; r < R; r++) up[r] += load_some(p.up_bias + column, count);
       for (int r = 0; r < R; r++) acc[r] = gated(p.gate, acc[r]) * up[r];
+    } else if (p.gate != Gate::none) {
+      for (int r = 0; r < R; r++) acc[r] = gated(p.gate, acc[r]);
     }
     for (int r = 0; r < R; r++) {
       const int64_t at = y_rows[r] * p.y_stride + column;
@@ -160,8 +162,74 @@ inline void product_rows(const Product& p, int tile, int row) {
   }
 }
 
+// -- products of floating weights with many rows: R rows of x lie transposed in a panel, [k][R], so that one pointer
+// serves all of them, and two vectors of outputs share what is read of it
+
+template <int R>
+inline void fill_panel(const Product& p, int row, float* panel) {
+  const int k = p.weight.k;
+  for (int r = 0; r < R; r++) {
+    const float* x = p.x + int64_t(p.rows ? p.rows[row + r] : row + r) * k;
+    for (int i = 0; i < k; i++) panel[int64_t(i) * R + r] = x[i];
+  }
+}
+
+template <class T, int R>
+inline void accumulate_panel(const T* first, const T* second, const float* panel, int k, f32x left[R], f32x right[R]) {
+  f32x a[R] = {}, b[R] = {};
+  for (int i = 0; i < k; i++) {
+    const f32x one = load_as_float(first + int64_t(i) * TILE), other = load_as_float(second + int64_t(i) * TILE);
+    for (int r = 0; r < R; r++) {
+      a[r] += one * panel[int64_t(i) * R + r];
+      b[r] += other * panel[int64_t(i) * R + r];
+    }
+  }
+  for (int r = 0; r < R; r++) left[r] = a[r], right[r] = b[r];
+}
+
+template <int R>
+inline void finish_rows(const Product& p, int column, int row, f32x acc[R]) {
+  const int count = p.weight.n - column;
+  if (count <= 0) return;
+  for (int r = 0; r < R; r++) {
+    if (p.bias) acc[r] += load_some(p.bias + column, count);
+    if (p.gate != Gate::none) acc[r] = gated(p.gate, acc[r]);
+    const int64_t at = int64_t(p.outputs ? p.outputs[row + r] : row + r) * p.y_stride + column;
+    if (p.residual) acc[r] += load_some(p.residual + at, count);
+    store_some(p.y + at, acc[r], count);
+  }
+}
+
+template <class T, int R>
+inline void panel_rows(const Product& p, int tile_from, int tile_to, int row, float* panel) {
+  fill_panel<R>(p, row, panel);
+  const T* data = reinterpret_cast<const T*>(p.weight.data);
+  auto vector_of = [&](int v) { return data + int64_t(v / PARTS) * p.weight.k * TILE + v % PARTS * W; };
+  const int last = tile_to * PARTS;
+  for (int v = tile_from * PARTS; v < last; v += 2) {
+    f32x left[R], right[R];
+    const int next = v + 1 < last ? v + 1 : v;
+    accumulate_panel<T, R>(vector_of(v), vector_of(next), panel, p.weight.k, left, right);
+    finish_rows<R>(p, v * W, row, left);
+    if (next > v) finish_rows<R>(p, next * W, row, right);
+  }
+}
+
+template <int R>
+inline void panel_rows(const Product& p, int tile_from, int tile_to, int row, float* panel) {
+  if (p.weight.format == Format::f32) return panel_rows<float, R>(p, tile_from, tile_to, row, panel);
+  if (p.weight.format == Format::f16) return panel_rows<half, R>(p, tile_from, tile_to, row, panel);
+  return panel_rows<bfloat, R>(p, tile_from, tile_to, row, panel);
+}
+
+constexpr int PANEL = 1 << 14;  // floats that fit on the stack of a thread
+
 void product(const Product& p, int tile_from, int tile_to, int row_from, int row_to) {
   constexpr int R = W == 16 ? 8 : 4;
+  if (!is_quantized(p.weight.format) && !p.up && R * p.weight.k <= PANEL) {
+    alignas(64) float panel[PANEL];
+    for (; row_from + R <= row_to; row_from += R) panel_rows<R>(p, tile_from, tile_to, row_from, panel);
+  }
   for (int tile = tile_from; tile < tile_to; tile++) {
     int row = row_from;
     for (; row + R <= row_to; row += R) product_rows<R>(p, tile, row);
@@ -293,6 +361,32 @@ void rope(const float* cosine, const float* sine, int half, bool traditional, co
     store_some(to + i, a * c - b * s, some);
     store_some(to + half + i, a * s + b * c, some);
   }
+}
+
+// -- sampling
+
+float peak(const float* x, int64_t count) {
+  f32x top = splat(-__builtin_inff());
+  int64_t i = 0;
+  for (; i + W <= count; i += W) top = maximum(top, load<f32x>(x + i));
+  float most = largest(top);
+  for (; i < count; i++) most = x[i] > most ? x[i] : most;
+  return most;
+}
+
+float weights(const float* x, int64_t count, float top, float temperature, float least, float* out) {
+  const float inverse = 1.0f / temperature;
+  f32x total{};
+  for (int64_t i = 0; i < count; i += W) {
+    const int some = count - i < W ? int(count - i) : W;
+    f32x v = load_some(x + i, some);
+    f32x weight = select(v >= least, exp((v - top) * inverse), f32x{});
+    if (some < W)
+      for (int lane = some; lane < W; lane++) weight[lane] = 0;
+    store_some(out + i, weight, some);
+    total += weight;
+  }
+  return sum(total);
 }
 
 // -- attention
@@ -470,6 +564,6 @@ void attention(const Attention& a) {
 
 #define METALCTL_TABLE(function, name) \
   const metalctl::Kernels* metalctl::function() { \
-    static const Kernels table{name, quantize, product, unpack, rms_norm, glu, rope, attention}; \
+    static const Kernels table{name, quantize, product, unpack, rms_norm, glu, rope, attention, peak, weights}; \
     return &table; \
   }

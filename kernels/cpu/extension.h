@@ -160,6 +160,8 @@ std::shared_ptr<Body> make_rms_norm(Norm norm);
 std::shared_ptr<Body> make_glu(Gate kind);
 std::shared_ptr<Body> make_rope(bool traditional, std::shared_ptr<Turns> turns);
 std::shared_ptr<Body> make_layer(LayerParts parts);
+std::shared_ptr<Body> make_draw();
 std::shared_ptr<Body> make_attention(float scale, float softcap, int window, bool sinks, bool starts);
+std::shared_ptr<Body> make_both_ways(float scale, int window);
 
 }  // namespace metalctl

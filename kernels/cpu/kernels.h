@@ -98,6 +98,9 @@ struct Kernels {
   void (*glu)(const float* gate, const float* up, Gate kind, float* out, int64_t count);
   void (*rope)(const float* cosine, const float* sine, int half, bool traditional, const float* from, float* to);
   void (*attention)(const Attention& a);
+  float (*peak)(const float* x, int64_t count);
+  // out[i] = e^((x[i] - top) / temperature), 0 for x[i] below `least`; returns their sum.
+  float (*weights)(const float* x, int64_t count, float top, float temperature, float least, float* out);
 };
 
 const Kernels* baseline_kernels();

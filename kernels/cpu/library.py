@@ -62,6 +62,8 @@ _SIGNATURES = {
     "rope": (_pointer, [_pointer, ctypes.c_int]),
     "layer": (_pointer, [_pointer, ctypes.c_float, ctypes.c_float, *[_pointer] * 5]),
     "attention": (_pointer, [ctypes.c_float, ctypes.c_float, ctypes.c_int, ctypes.c_int, ctypes.c_int]),
+    "both_ways": (_pointer, [ctypes.c_float, ctypes.c_int]),
+    "draw": (_pointer, []),
     "release": (None, [_pointer]),
     "apply": (ctypes.c_bool, [_pointer, *[_objects] * 5]),
     "apply_many": (ctypes.c_bool, [_pointer, ctypes.c_int, _pointer, _objects]),
@@ -288,6 +290,14 @@ def attention(scale: float, softcap: float | None, window: int | None, sinks: bo
     return Operation(_get().metalctl_attention(scale, softcap or 0.0, window or 0, int(sinks), int(starts)))
 
 
+def both_ways(scale: float, window: int | None) -> Operation:
+    """Attention of texts whose tokens see both ways, at most `window` tokens far; None: all.
+
+    Queries, keys and values `[B, H, L, D]` and lengths (int32 `[B]`) to `[B, H, L, D]`, with zeros beyond the lengths.
+    """
+    return Operation(_get().metalctl_both_ways(scale, -1 if window is None else window))
+
+
 @dataclass(frozen=True, slots=True)
 class Layer:
     """A decoder layer.
@@ -327,3 +337,9 @@ def decoder_layer(layer: Layer, window: int | None, block_size: int) -> Operatio
         (ctypes.c_float * 6)(*(norm[1] if norm else 0.0 for norm in layer.norms)),
     )
     return Operation(handle)
+
+
+def draw() -> Operation:
+    """Tokens int32 `[N]` of logits `[N, V]` and settings `[N, 5]`, float32: temperature (above 0), top_k (V keeps all),
+    top_p (1 keeps all), min_p (0 keeps all), and a uniform number in [0, 1) that decides."""
+    return Operation(_get().metalctl_draw())

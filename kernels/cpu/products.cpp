@@ -30,7 +30,8 @@ struct Piece {
 void cut(const Product& p, int rows, std::vector<Piece>& pieces) {
   const int tiles = p.weight.tiles();
   const int parts = rows > ROW_BLOCK ? 1 : 4 * pool().threads();
-  const int some = rows > ROW_BLOCK ? 4 : std::max(1, tiles / parts);
+  const int many = is_quantized(p.weight.format) ? 4 : 16;
+  const int some = rows > ROW_BLOCK ? many : std::max(1, tiles / parts);
   for (int tile = 0; tile < tiles; tile += some)
     for (int row = 0; row < rows; row += ROW_BLOCK)
       pieces.push_back({&p, tile, std::min(tiles, tile + some), row, std::min(rows, row + ROW_BLOCK)});
@@ -43,7 +44,8 @@ void run_all(const std::vector<Piece>& pieces) {
   });
 }
 
-// Without a gate: one result for each weight. With one: two weights, one result. A second input is added to it.
+// Without a gate: one result for each weight. With one: one result, of two weights the gated product, of one weight what
+// the gate makes of it. A second input is added to it.
 class LinearBody : public Body {
  public:
   LinearBody(std::vector<Weight> weights, std::vector<std::optional<mx::array>> biases, Gate gate, std::optional<Norm> norm)
@@ -70,7 +72,7 @@ class LinearBody : public Body {
     for (size_t i = 0; i < results(); i++) {
       Product p = Linear{weights_[i], biases_[i]}.product(x, out[i].data<float>());
       p.gate = gate_;
-      if (gate_ != Gate::none) {
+      if (weights_.size() == 2 && gate_ != Gate::none) {
         p.up = &up;
         p.up_bias = biases_[1] ? biases_[1]->data<float>() : nullptr;
       }
