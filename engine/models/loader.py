@@ -10,9 +10,11 @@ import mlx.core as mx
 
 from metalctl.engine.acceleration import accelerate
 from metalctl.engine.config import Precision
-from metalctl.engine.errors import CheckpointError, UnsupportedModelError
+from metalctl.engine.errors import CheckpointError, OutOfMemoryError, UnsupportedModelError
+from metalctl.engine.memory import device_memory
 from metalctl.engine.models.checkpoint import Checkpoint, LoadedModel
 from metalctl.engine.models.gguf.architectures import architecture
+from metalctl.engine.models.gguf.describe import loaded_bytes
 from metalctl.engine.models.gguf.mapping import Architecture
 from metalctl.engine.models.gguf.parts import merge_headers, read_headers
 from metalctl.engine.models.gguf.reader import Header
@@ -56,6 +58,7 @@ def _load_gguf(checkpoint: Checkpoint, dtype: mx.Dtype | None, precision: Precis
     header = merge_headers(headers)
     row = architecture(header)
     dtype = dtype or _natural_dtype(row)
+    _check_memory(checkpoint, loaded_bytes(header, precision, dtype.size))
     tokenizer, notes = build_tokenizer(header)
     model = build_model(header, list(zip(paths, headers, strict=True)), dtype, precision)
     return LoadedModel(
@@ -67,6 +70,17 @@ def _load_gguf(checkpoint: Checkpoint, dtype: mx.Dtype | None, precision: Precis
         generation_defaults=_sampling_defaults(header),
         notes=(*notes, *model.notes),
     )
+
+
+def _check_memory(checkpoint: Checkpoint, needed: int) -> None:
+    """Raises OutOfMemoryError, with both numbers, when the weights alone are more than may be used."""
+    device = device_memory()
+    if needed > device.recommended:
+        raise OutOfMemoryError(
+            f"{checkpoint.reference} needs {needed / 1e9:.1f} GB for its weights; {device.recommended / 1e9:.1f} GB can "
+            f"be used on {device.name}.",
+            "Use a smaller model, or one in fewer bits.",
+        )
 
 
 def _natural_dtype(row: Architecture) -> mx.Dtype:
@@ -99,6 +113,7 @@ def _load_folder(checkpoint: Checkpoint, trust_remote_code: bool) -> LoadedModel
     folder = checkpoint.path
     config = read_json(folder / "config.json", required=True)
     check_runnable(folder, config, trust_remote_code)
+    _check_memory(checkpoint, sum(path.stat().st_size for path in folder.glob("model*.safetensors")))
     try:
         model, config = load_model(folder, lazy=True, trust_remote_code=trust_remote_code)
         mx.eval(model.parameters())

@@ -5,7 +5,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from metalctl.engine.config import Precision
-from metalctl.engine.models.gguf.quants import explain
+from metalctl.engine.models.gguf.quants import explain, quantised_format
 from metalctl.engine.models.gguf.reader import Header
 
 
@@ -33,6 +33,19 @@ def quantisation_mix(header: Header, precision: Precision = "size") -> list[Type
     ]
 
 
+def loaded_bytes(header: Header, precision: Precision = "size", float_bytes: int = 2) -> int:
+    """What the weights take once loaded, nearly; `float_bytes` is the size of a number that is not quantised."""
+    total = 0.0
+    for info in header.tensors:
+        chosen = quantised_format(info.type, precision) if len(info.shape) > 1 else None
+        if chosen is None:
+            total += info.size * float_bytes
+        else:
+            scales = 2 * float_bytes if chosen.mode == "affine" else 1
+            total += info.size * (chosen.bits / 8 + scales / chosen.group_size)
+    return int(total)
+
+
 def describe(header: Header, precision: Precision = "size") -> dict[str, Any]:
     """Facts for `show`: sizes in bytes, counts, and None for what the file does not say."""
     architecture = header.get("general.architecture", str)
@@ -46,6 +59,7 @@ def describe(header: Header, precision: Precision = "size") -> dict[str, Any]:
         "parameters": values,
         "bits_per_weight": round(8 * size / values, 2) if values else None,
         "weights_bytes": size,
+        "loaded_bytes": loaded_bytes(header, precision),
         "tensors": len(header.tensors),
         "context_length": _architecture_number(header, "context_length"),
         "layers": _architecture_number(header, "block_count"),

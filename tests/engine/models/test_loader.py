@@ -16,8 +16,12 @@ from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, pre_tokenizers
 from tokenizers.models import BPE
 
-from metalctl.engine.errors import CheckpointError, MetalctlError, UnsupportedModelError
+from metalctl.engine.errors import CheckpointError, MetalctlError, OutOfMemoryError, UnsupportedModelError
+from metalctl.engine.memory import DeviceMemory
+from metalctl.engine.models import loader
 from metalctl.engine.models.checkpoint import Checkpoint, LoadedModel
+from metalctl.engine.models.gguf.describe import loaded_bytes
+from metalctl.engine.models.gguf.reader import read_file_header
 from metalctl.engine.models.loader import load
 from tests.engine.models.gguf.tiny_configs import CONFIGS
 from tests.engine.models.gguf.tiny_models import METADATA, write
@@ -239,6 +243,24 @@ def test_truncated_file_is_refused(tmp_path: Path) -> None:
     write_llama(path)
     path.write_bytes(path.read_bytes()[:-100])
     assert "cut short" in refused(path)
+
+
+def test_model_that_is_too_large_is_refused_with_both_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_llama(tmp_path / "x.gguf")
+    small = DeviceMemory("a pocket calculator", 10**6, 4 * 10**5, 4 * 10**5)
+    monkeypatch.setattr(loader, "device_memory", lambda: small)
+    message = refused(tmp_path / "x.gguf", OutOfMemoryError)
+    assert "0.0 GB can be used on a pocket calculator" in message
+    with pytest.raises(OutOfMemoryError):
+        load(folder(tmp_path / "m"))
+
+
+def test_loaded_size_is_told_before(tmp_path: Path) -> None:
+    write_llama(tmp_path / "x.gguf", kind=matrices(Type.Q4_1))
+    told = loaded_bytes(read_file_header(tmp_path / "x.gguf"), "size", 4)
+    model = load_file(tmp_path / "x.gguf", dtype=mx.float32).model
+    found = sum(array.nbytes for _, array in tree_flatten(model.parameters()))
+    assert told == pytest.approx(found, rel=0.01)
 
 
 def test_fingerprint_names_the_weights(tmp_path: Path) -> None:
