@@ -78,7 +78,9 @@ def test_every_architecture_of_mlx_lm_is_in_the_table() -> None:
 def mismatches_as_on_a_gpu(model: nn.Module, reference: matching.Reference) -> list[str]:
     """With attention straight from the pools, and the decode step padded to the shapes that are compiled."""
     with dispatch.forced("paged_attention", "reference"):
-        return matching.mismatches(matching.engine_results(matching.engine_of(model, compile_decode=True)), reference)
+        return matching.mismatches(
+            matching.engine_results(matching.engine_of(model, compile_decode=True, batch_prefill=True)), reference
+        )
 
 
 def assert_memory_is_accounted_for(engine: LLMEngine) -> None:

@@ -64,7 +64,7 @@ def blocks_read(context: GroupContext) -> int:
     return context.read.shape[1]
 
 
-@pytest.mark.parametrize("chunk", [5, 7, 8, 13, 64])
+@pytest.mark.parametrize("chunk", [7, 13, 64])
 @pytest.mark.parametrize("name", NAMES)
 def test_no_more_blocks_are_read_or_held_than_a_window_and_a_chunk_reach(name: str, chunk: int) -> None:
     engine = matching.engine_of(zoo.build(name))
@@ -79,7 +79,7 @@ def test_no_more_blocks_are_read_or_held_than_a_window_and_a_chunk_reach(name: s
 
 
 @pytest.mark.parametrize("body", [None, "reference"])
-@pytest.mark.parametrize("name", [*NAMES, "gemma2", "qwen3", "deepseek_v3", "falcon_h1"])
+@pytest.mark.parametrize("name", ["llama", "gpt_oss", "llama4", "recurrent_gemma", "gemma2", "deepseek_v3"])
 def test_blocks_that_nobody_holds_are_not_read(name: str, body: str | None) -> None:
     model = zoo.build(name)
     with dispatch.forced("paged_attention", body) if body else nullcontext():
@@ -96,7 +96,7 @@ def test_blocks_that_nobody_holds_are_not_read(name: str, body: str | None) -> N
 
 
 @pytest.mark.parametrize("body", [None, "reference"])
-@pytest.mark.parametrize("name", ["qwen3", "llama", "gpt_oss", "deepseek_v3", "falcon_h1"])
+@pytest.mark.parametrize("name", ["qwen3", "gpt_oss", "deepseek_v3", "falcon_h1"])
 def test_a_request_whose_values_are_not_finite_spoils_no_other(name: str, body: str | None) -> None:
     model = zoo.build(name)
     with dispatch.forced("paged_attention", body) if body else nullcontext():

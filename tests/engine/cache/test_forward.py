@@ -1,6 +1,7 @@
 """Where tokens are written and read: slot = table[position // size] * size + position % size."""
 
 import random
+from typing import Any
 
 import mlx.core as mx
 import pytest
@@ -10,6 +11,8 @@ from metalctl.engine.cache.block_manager import BlockTable, Group
 from metalctl.engine.cache.forward import Forward, GroupContext
 from metalctl.engine.cache.layout import KVLayer
 from metalctl.engine.cache.paged_kv import PagedKVCache
+from tests.engine import tiny
+from tests.engine.architectures import matching
 
 SIZES = [8, 16, 32, 48]
 WINDOWS = [None, 8, 20]
@@ -95,6 +98,31 @@ def test_what_was_written_is_read_again(window: int | None) -> None:
         assert mx.array_equal(got[0], keys[:, :, start : at + length])
         assert mx.array_equal(got[1], values[:, :, start : at + length])
         at += length
+
+
+class Counting:
+    """mlx.core, with a count of the arrays that are made from Python's numbers."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(mx, name)
+
+    def array(self, *values: Any) -> mx.array:
+        self.count += 1
+        return mx.array(*values)
+
+
+def test_tables_and_slots_become_arrays_once_a_step_and_not_once_a_layer(monkeypatch: pytest.MonkeyPatch) -> None:
+    counts = []
+    for layers in (2, 6):
+        engine = matching.engine_of(tiny.build("qwen3", num_hidden_layers=layers))
+        counting = Counting()
+        monkeypatch.setattr(forward, "mx", counting)
+        matching.run(engine, {"one": (0, 20), "two": (0, 9)}, count=4)
+        counts.append(counting.count)
+    assert counts[0] == counts[1] > 0
 
 
 def test_the_offset_counts_the_new_tokens_once_they_are_written() -> None:
