@@ -77,8 +77,8 @@ def _check_memory(checkpoint: Checkpoint, needed: int) -> None:
     device = device_memory()
     if needed > device.recommended:
         raise OutOfMemoryError(
-            f"{checkpoint.reference} needs {needed / 1e9:.1f} GB for its weights; {device.recommended / 1e9:.1f} GB can "
-            f"be used on {device.name}.",
+            f"{checkpoint.reference} needs {needed / 1e9:.1f} GB for its weights; "
+            f"{device.recommended / 1e9:.1f} GB can be used on {device.name}.",
             "Use a smaller model, or one in fewer bits.",
         )
 
