@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 _ERRORS = {"openai": OpenAIError, "anthropic": AnthropicError, "ollama": OllamaError}
 _STREAMS = {"openai": "text/event-stream", "anthropic": "text/event-stream", "ollama": "application/x-ndjson"}
 
-_EVENT = {
+_EVENT: dict[str, Any] = {
     "type": "object",
     "properties": {"event": {"type": "string"}, "data": {"type": "string"}},
     "required": ["data"],

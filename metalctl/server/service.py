@@ -8,9 +8,10 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from metalctl.server.chat import Answer, Chat, ChatTask
+from metalctl.server.chat import Answer, Chat
 from metalctl.server.models import ModelManager
 from metalctl.server.streaming import COMMENT, EventStream, until_disconnect
+from metalctl.server.task import ChatTask
 
 
 @dataclass(frozen=True)

@@ -25,13 +25,15 @@ from metalctl.server.anthropic.types import (
     ToolUseBlock,
 )
 from metalctl.server.body import read
-from metalctl.server.chat import Answer, Chat, ChatTask, Delta, End, prepare
+from metalctl.server.chat import Answer, Chat, Delta, End
 from metalctl.server.chat_format.pieces import Call, Words
 from metalctl.server.chat_format.tool_grammars import ToolChoice
 from metalctl.server.errors import bad_request, body, not_supported, translate
 from metalctl.server.ids import new_id
+from metalctl.server.prepare import prepare
 from metalctl.server.service import Service
 from metalctl.server.streaming import sse
+from metalctl.server.task import ChatTask
 
 PING = sse({"type": "ping"}, "ping")
 _CHOICES = {"auto": "auto", "any": "required", "tool": "named", "none": "none"}

@@ -8,7 +8,6 @@ from metalctl.server.body import Parameters
 
 REFUSED = {
     "container": "there are no containers.",
-    "context_management": "the conversation is taken as it is sent.",
     "diagnostics": "there are none.",
     "inference_geo": "answers are made on this machine.",
     "mcp_servers": "no other server is called.",
@@ -83,6 +82,7 @@ class Tool(Parameters):
         bool | None, Field(description="Arguments keep to the schema, where the model writes calls as JSON.")
     ] = None
     eager_input_streaming: bool | None = None
+    defer_loading: Literal[False] | None = None
     input_examples: list[dict[str, Any]] | None = None
 
 
@@ -108,6 +108,15 @@ class OutputConfig(Parameters):
     format: JsonFormat | None = None
 
 
+class ClearThinking(Parameters):
+    type: Literal["clear_thinking_20251015"]
+    keep: Any = None
+
+
+class ContextManagement(Parameters):
+    edits: Annotated[list[ClearThinking] | None, Field(description="Templates decide about old reasoning.")] = None
+
+
 class Metadata(Parameters):
     user_id: Annotated[str | None, Field(description="Has no effect on the answer.")] = None
 
@@ -122,6 +131,9 @@ class CountRequest(Parameters):
     tool_choice: ToolChoice | None = None
     thinking: Annotated[Thinking | None, Field(description="For templates that have such a switch.")] = None
     output_config: OutputConfig | None = None
+    context_management: Annotated[
+        ContextManagement | None, Field(description="Only clear_thinking: templates decide about old reasoning.")
+    ] = None
     cache_control: CacheControl = None
 
 

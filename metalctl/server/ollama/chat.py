@@ -13,7 +13,7 @@ from metalctl.engine import grammar as grammars
 from metalctl.engine.errors import UsageError
 from metalctl.engine.sequence import TokenLogprobs, Usage
 from metalctl.server.body import check, read
-from metalctl.server.chat import Answer, Chat, ChatTask, End
+from metalctl.server.chat import Answer, Chat, End
 from metalctl.server.chat_format.pieces import Call, Words
 from metalctl.server.durations import FOR_EVER, parse_seconds
 from metalctl.server.errors import bad_request, body, translate
@@ -30,6 +30,7 @@ from metalctl.server.ollama.types import (
 from metalctl.server.openai.logprobs import chat_logprobs
 from metalctl.server.service import Service
 from metalctl.server.streaming import ndjson
+from metalctl.server.task import ChatTask
 
 _NDJSON = "application/x-ndjson"
 # How a text, reasoning and calls become part of a line; the two routes differ in that alone.

@@ -40,7 +40,7 @@ async def show(service: Service, request: Request) -> Response:
             "parameters": "",
             "template": template,
             "details": _details(spec, model),
-            "model_info": {} if model is None else _info(model),
+            "model_info": {"general.architecture": "unknown"} if model is None else _info(model),
             "capabilities": ["completion", "tools", *_thinking(model)],
             "modified_at": _time(spec.created),
         }

@@ -10,7 +10,7 @@ from starlette.responses import Response
 
 from metalctl.engine.sequence import Usage
 from metalctl.server.body import read
-from metalctl.server.chat import Answer, Chat, ChatTask, Delta, End
+from metalctl.server.chat import Answer, Chat, Delta, End
 from metalctl.server.chat_format.pieces import Call, Words
 from metalctl.server.chat_format.tool_grammars import ToolChoice
 from metalctl.server.errors import bad_request, body, not_supported, translate
@@ -28,6 +28,7 @@ from metalctl.server.openai.types import (
 )
 from metalctl.server.service import Service
 from metalctl.server.streaming import sse
+from metalctl.server.task import ChatTask
 
 DONE = b"data: [DONE]\n\n"
 _RESERVED = {"messages", "tools", "add_generation_prompt", "template"}

@@ -8,13 +8,14 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from metalctl.server.body import Parameters, read
-from metalctl.server.chat import ChatTask, prepare
 from metalctl.server.errors import bad_request
 from metalctl.server.models import ModelManager, ModelSpec, ServedModel
 from metalctl.server.openai.chat import message_of
 from metalctl.server.openai.logprobs import token_text
 from metalctl.server.openai.types import Messages, Tool
+from metalctl.server.prepare import prepare
 from metalctl.server.service import Service
+from metalctl.server.task import ChatTask
 
 
 class TokenizeRequest(Parameters):

@@ -7,7 +7,6 @@ from starlette.responses import Response
 
 from metalctl.engine import grammar as grammars
 from metalctl.server.body import read
-from metalctl.server.chat import ChatTask
 from metalctl.server.chat_format.tool_grammars import ToolChoice
 from metalctl.server.errors import not_supported
 from metalctl.server.openai.response_events import ResponseWriter
@@ -25,6 +24,7 @@ from metalctl.server.openai.response_types import (
 )
 from metalctl.server.openai.types import ObjectFormat
 from metalctl.server.service import Service
+from metalctl.server.task import ChatTask
 
 
 async def responses(service: Service, request: Request) -> Response:
