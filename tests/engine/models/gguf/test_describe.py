@@ -7,7 +7,7 @@ import pytest
 from gguf.constants import GGMLQuantizationType
 
 from metalctl.engine.errors import CheckpointError
-from metalctl.engine.models.gguf.describe import describe
+from metalctl.engine.models.gguf.describe import describe, rounding
 from metalctl.engine.models.gguf.reader import read_file_header, read_header
 from tests.engine.models.gguf.raw import ARCHITECTURE, STRING, Bytes, header, pair, tensor, text
 from tests.engine.models.gguf.tiny_models import write
@@ -59,6 +59,12 @@ def test_choice_for_each_type_is_told(kind: GGMLQuantizationType, precision: str
     data = header([ARCHITECTURE], [tensor(b"a", (256,), int(kind), 0)], bytes(4096))
     share = describe(read_header(Bytes(data)), precision)["quantisation"][0]  # type: ignore[arg-type]
     assert share["loaded_as"] == words
+
+
+def test_types_that_are_rounded_are_told() -> None:
+    data = header([ARCHITECTURE], [tensor(b"a", (256,), int(Type.Q6_K), 0), tensor(b"b", (32,), 8, 224)], bytes(512))
+    (line,) = rounding(read_header(Bytes(data)))
+    assert line.startswith("Q6_K, 1 of 2 tensors, is rounded to 8 bits in groups of 32 when loaded")
 
 
 def test_what_a_file_does_not_say_is_none() -> None:
