@@ -4,7 +4,7 @@ import asyncio
 import time
 from collections.abc import AsyncGenerator
 from contextlib import AsyncExitStack, aclosing
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from starlette.requests import Request
@@ -61,7 +61,6 @@ class _Choice:
     usage: Usage | None = None
     prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
     sent: int = 0  # tokens whose log-probabilities have been sent
-    pending: dict[str, list[Any]] = field(default_factory=dict)
 
 
 class Completion:

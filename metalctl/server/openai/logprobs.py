@@ -1,6 +1,6 @@
 """Log-probabilities as OpenAI's clients read them."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 from metalctl.engine.models.tokenizer import Tokenizer
@@ -18,16 +18,8 @@ def chat_logprobs(tokenizer: Tokenizer, tokens: Iterable[TokenLogprobs]) -> dict
     return {"content": content, "refusal": None}
 
 
-def completion_logprobs(tokenizer: Tokenizer, tokens: Iterable[TokenLogprobs], offset: int = 0) -> dict[str, Any]:
-    """In the parallel lists of the older route. `offset` is where the first token begins, in characters."""
-    record = CompletionLogprobs(tokenizer, offset)
-    for token in tokens:
-        record.add(token)
-    return record.lists
-
-
 class CompletionLogprobs:
-    """Grows the parallel lists token by token."""
+    """The parallel lists of the older route, which grow token by token. `offset` is where the first begins."""
 
     def __init__(self, tokenizer: Tokenizer, offset: int = 0):
         self._text = lambda token: token_text(tokenizer, token)
@@ -56,13 +48,11 @@ def prompt_logprobs(tokenizer: Tokenizer, entries: Iterable[TokenLogprobs | None
 
 
 def _ranked(tokenizer: Tokenizer, entry: TokenLogprobs) -> dict[str, Any]:
-    make: Callable[[int, float, int], dict[str, Any]] = lambda token, value, rank: {  # noqa: E731
-        "logprob": finite(value),
-        "rank": rank,
-        "decoded_token": token_text(tokenizer, token),
+    ranked = [(token, value, rank) for rank, (token, value) in enumerate(entry.top, 1)]
+    return {
+        str(token): {"logprob": finite(value), "rank": rank, "decoded_token": token_text(tokenizer, token)}
+        for token, value, rank in [(entry.token_id, entry.logprob, entry.rank), *ranked]
     }
-    top = {str(token): make(token, value, rank) for rank, (token, value) in enumerate(entry.top, 1)}
-    return {str(entry.token_id): make(entry.token_id, entry.logprob, entry.rank)} | top
 
 
 def token_text(tokenizer: Tokenizer, token_id: int) -> str:
