@@ -56,7 +56,9 @@ def _ranked(tokenizer: Tokenizer, entry: TokenLogprobs) -> dict[str, Any]:
 
 
 def token_text(tokenizer: Tokenizer, token_id: int) -> str:
-    return tokenizer.decode([token_id], skip_special_tokens=False)
+    """A token by itself, its leading space included; what is not a whole character is U+FFFD."""
+    data = tokenizer.token_bytes(token_id)
+    return tokenizer.decode([token_id], skip_special_tokens=False) if data is None else data.decode("utf-8", "replace")
 
 
 def finite(value: float) -> float:
