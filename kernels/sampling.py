@@ -32,7 +32,7 @@ def draw(
     """
     arguments = (logits, temperature, top_k, top_p, min_p, uniform)
     if dispatch.body("draw") == "cpu" and library.loaded():
-        return _operation()(logits, mx.concatenate(arguments[1:], axis=1))
+        return _operation()(logits, mx.concatenate(list(arguments[1:]), axis=1))
     return reference(*arguments, keeps_all=keeps_all)
 
 

@@ -1,4 +1,4 @@
-"""Time to the first token of a prompt of 2,000 tokens, the first time and again: python tests/benchmarks/prefix_hit.py REF
+"""Time to the first token of a long prompt, the first time and again: python tests/benchmarks/prefix_hit.py REF
 
 REF is anything that `metalctl chat` takes. Each round uses a new random prompt; the second time only a few words at its
 end differ.

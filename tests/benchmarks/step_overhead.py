@@ -15,8 +15,8 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[1] / "engine"))
 
 import mlx.core as mx
-import tiny
 
+import tiny
 from metalctl.engine.config import EngineConfig
 from metalctl.engine.llm_engine import LLMEngine
 from metalctl.engine.sequence import SamplingParams

@@ -23,12 +23,12 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_map
 from mlx_lm.generate import BatchGenerator
-from tiny import CharacterTokenizer
 
 from metalctl.engine.config import EngineConfig
 from metalctl.engine.llm_engine import LLMEngine
 from metalctl.engine.models.checkpoint import LoadedModel
 from metalctl.engine.sequence import SamplingParams
+from tiny import CharacterTokenizer
 
 QWEN3 = {"rms_norm_eps": 1e-6, "rope_theta": 1e6, "max_position_embeddings": 131072, "head_dim": 128}
 SHAPES: dict[str, dict[str, object]] = {
@@ -98,7 +98,7 @@ def theirs(model: nn.Module, streams: int, round_: Round, new: int) -> float:
     generator.insert(round_, [new] * len(round_))
     left = len(round_)
     while left:
-        prompt_responses, responses = generator.next()
+        _, responses = generator.next()
         left -= sum(response.finish_reason is not None for response in responses)
     seconds = time.perf_counter() - start
     generator.close()
@@ -170,7 +170,9 @@ def main() -> None:
         }
         rows.append(compare(f"{label}, prompt of {length}", run, length, arguments.repeats))
     if arguments.json:
-        arguments.json.write_text(json.dumps({"device": mx.device_info(), "mlx": mx.__version__, "rows": rows}, indent=1))
+        arguments.json.write_text(
+            json.dumps({"device": mx.device_info(), "mlx": mx.__version__, "rows": rows}, indent=1)
+        )
 
 
 if __name__ == "__main__":
