@@ -2,10 +2,12 @@
 
 from collections.abc import Sequence
 
-MAX_BATCH_TOKENS = 4096  # of a batch, with what it is padded by
+# Tokens of a batch, with what it is padded by: what a CPU's caches hold, and what keeps a GPU busy.
+CPU_BATCH_TOKENS = 1024
+GPU_BATCH_TOKENS = 16384
 
 
-def batches(lengths: Sequence[int], budget: int = MAX_BATCH_TOKENS) -> list[list[int]]:
+def batches(lengths: Sequence[int], budget: int) -> list[list[int]]:
     """Indices of texts, parted into batches of similar lengths, the longest texts first.
 
     A batch, padded to its longest text, has at most `budget` tokens, or else a single text.

@@ -7,7 +7,7 @@ import mlx.core as mx
 import numpy as np
 import numpy.typing as npt
 
-from metalctl.engine.embedding.batches import MAX_BATCH_TOKENS, batches
+from metalctl.engine.embedding.batches import CPU_BATCH_TOKENS, GPU_BATCH_TOKENS, batches
 from metalctl.engine.embedding.decoder import Hidden
 from metalctl.engine.embedding.pooling import Dense, Vector, pool, shorten
 from metalctl.engine.embedding.recipe import Recipe
@@ -132,7 +132,7 @@ class Embedder:
         dimensions: int | None = None,
         normalize: bool | None = None,
         truncate: bool = True,
-        budget: int = MAX_BATCH_TOKENS,
+        budget: int | None = None,
     ) -> npt.NDArray[np.float32]:
         """Vectors `[len(texts), dimensions]`. `prompt` None is the checkpoint's default. Raises as its parts do."""
         self.check_dimensions(dimensions)
@@ -146,11 +146,16 @@ class Embedder:
 
 
 def computed(
-    compute: Callable[[Sequence[Tokens]], list[Vector]], items: Sequence[Tokens], budget: int = MAX_BATCH_TOKENS
+    compute: Callable[[Sequence[Tokens]], list[Vector]], items: Sequence[Tokens], budget: int | None = None
 ) -> Iterator[tuple[list[int], list[Vector]]]:
     """Batch after batch: the indices of its items, and what `compute` made of these."""
-    for indices in batches([len(item.ids) for item in items], budget):
+    for indices in batches([len(item.ids) for item in items], budget or batch_tokens()):
         yield indices, compute([items[index] for index in indices])
+
+
+def batch_tokens() -> int:
+    """How many tokens are best computed together on this device."""
+    return CPU_BATCH_TOKENS if mx.default_device() == mx.cpu else GPU_BATCH_TOKENS
 
 
 @dataclass(frozen=True, slots=True)

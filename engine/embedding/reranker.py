@@ -8,7 +8,6 @@ import mlx.core as mx
 import numpy as np
 from tokenizers import Encoding
 
-from metalctl.engine.embedding.batches import MAX_BATCH_TOKENS
 from metalctl.engine.embedding.decoder import Hidden
 from metalctl.engine.embedding.embedder import NotFiniteError, Tokens, computed, pad, to_numpy
 from metalctl.engine.embedding.encoder import Encoder
@@ -40,7 +39,7 @@ def score(
     documents: Sequence[str],
     *,
     instruction: str | None = None,
-    budget: int = MAX_BATCH_TOKENS,
+    budget: int | None = None,
 ) -> list[float]:
     """One score a document; the higher, the better it answers the query."""
     items = [reranker.prepare(query, document, instruction) for document in documents]

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any, NoReturn
 
-from metalctl.engine.embedding.batches import MAX_BATCH_TOKENS, batches
-from metalctl.engine.embedding.embedder import Embedder, Tokens
+from metalctl.engine.embedding.batches import batches
+from metalctl.engine.embedding.embedder import Embedder, Tokens, batch_tokens
 from metalctl.engine.embedding.pooling import Vector
 from metalctl.engine.embedding.reranker import Reranker
 from metalctl.engine.errors import UsageError
@@ -34,12 +34,12 @@ class VectorEngine:
     A step computes one batch; of all that waits, texts of similar lengths go together, whoever asked for them.
     """
 
-    def __init__(self, maker: Embedder | Reranker, kind: str = "encoder", budget: int = MAX_BATCH_TOKENS):
+    def __init__(self, maker: Embedder | Reranker, kind: str = "encoder", budget: int | None = None):
         self.maker = maker
         self.loaded = SimpleNamespace(config={"model_type": kind})
         self.max_model_len = maker.max_length
         self.vocab_size = maker.tokenizer.vocab_size
-        self._budget = budget
+        self._budget = budget or batch_tokens()
         self._waiting: deque[tuple[_Job, int]] = deque()
         self._batches: list[list[tuple[_Job, int]]] = []
         self._stats = EngineStats()

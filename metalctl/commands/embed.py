@@ -44,7 +44,7 @@ class Wanted:
     dimensions: int | None
     normalize: bool | None
     truncate: bool
-    budget: int
+    budget: int | None
 
 
 @dataclass(slots=True)
@@ -108,7 +108,7 @@ def embed(
     if first is None:
         raise UsageError("there is no text: the input is empty.")
     embedder, name = _load(invocation, reference, trust_remote_code)
-    wanted = Wanted(prompt, prompt_name, dimensions, normalize, truncate, batch_tokens or _default_budget())
+    wanted = Wanted(prompt, prompt_name, dimensions, normalize, truncate, batch_tokens)
     embedder.check_dimensions(dimensions)
     totals, began = Totals(), time.perf_counter()
     with _progress(invocation.output) as advance:
@@ -117,12 +117,6 @@ def embed(
     _tell(
         invocation.output, totals, dimensions or embedder.dimensions, time.perf_counter() - began, embedder.max_length
     )
-
-
-def _default_budget() -> int:
-    from metalctl.engine.embedding.batches import MAX_BATCH_TOKENS
-
-    return MAX_BATCH_TOKENS
 
 
 def _load(invocation: Invocation, reference: str, trust_remote_code: bool) -> "tuple[Embedder, str]":
