@@ -1,0 +1,94 @@
+"""Measures this machine and writes the figures into docs/performance.md: python tests/benchmarks/performance.py
+
+What is on the PATH of llama.cpp (llama-bench, llama-server) is compared, too. Run it while nothing else runs.
+"""
+
+import argparse
+import json
+import subprocess
+import sys
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+DOCUMENT = Path(__file__).parents[2] / "docs" / "performance.md"
+BEGIN, END = "<!-- measured: begin -->", "<!-- measured: end -->"
+
+
+def bench(*arguments: str) -> str:
+    command = [sys.executable, "-m", "metalctl", "bench", *arguments, "-o", "md", "-q"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise SystemExit(f"{' '.join(arguments)}: {done.stderr.strip()}")
+    return done.stdout.strip()
+
+
+def accuracy(reference: str) -> dict[str, Any]:
+    command = [sys.executable, str(Path(__file__).parent / "cpu_accuracy.py"), reference, "--json"]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
+    result: dict[str, Any] = json.loads(done.stdout)
+    return result
+
+
+def table(text: str) -> tuple[str, str]:
+    """The lines about the machine, and the table."""
+    machine, _, rows = text.partition("\n\n")
+    return machine, rows
+
+
+def report(reference: str, repeats: int, peers: list[str]) -> str:
+    compare = [word for peer in peers for word in ("--compare", peer)]
+    machine, matrix = table(bench(reference, "-p", "128", "-n", "32", "-r", str(repeats), *compare))
+    _, deeper = table(bench(reference, "-p", "512", "-n", "128", "-d", "0,1024", "-r", str(repeats)))
+    _, batches = table(bench(reference, "-p", "0", "-n", "64", "-b", "2,4,8,16", "-r", str(repeats)))
+    others = [word for peer in peers if peer != "mlx-lm" for word in ("--compare", peer)]
+    _, served = table(bench(reference, "--concurrency", "1,8", "-p", "128", "-n", "64", *others))
+    exact = accuracy(reference)
+    gaps = [f"{gap:.2f}" for some in exact["departures"].values() for _, gap in some]
+    return "\n".join(
+        [
+            f"Measured {datetime.now(UTC):%Y-%m-%d} with `{reference}`.",
+            "",
+            "```text",
+            machine,
+            "```",
+            "",
+            "Beside other programs, on the same weights, in turn:",
+            "",
+            matrix,
+            "",
+            "Longer, and behind tokens that are in the cache already:",
+            "",
+            deeper,
+            "",
+            "Several sequences at once (tokens of all together):",
+            "",
+            batches,
+            "",
+            "A server under load, prompts of 128 random tokens and answers of 64:",
+            "",
+            served,
+            "",
+            f"Perplexity over {exact['tokens']} tokens is {exact['perplexity']:.3f}, against "
+            f"{exact['perplexity_float32']:.3f} with the same weights in float32 ({exact['difference']:+.2%}). Of "
+            f"{exact['greedy_tokens']} greedy tokens {len(gaps)} are not what float32 would have chosen at that place"
+            + (f"; they are less likely there by {', '.join(gaps)} nats." if gaps else "."),
+        ]
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("reference", nargs="?", default="smollm2")
+    parser.add_argument("--repeats", "-r", type=int, default=5)
+    parser.add_argument("--peer", action="append", default=[], choices=["mlx-lm", "llama.cpp"])
+    arguments = parser.parse_args()
+    text = DOCUMENT.read_text(encoding="utf-8")
+    before, rest = text.split(BEGIN)
+    after = rest.split(END)[1]
+    measured = report(arguments.reference, arguments.repeats, arguments.peer)
+    DOCUMENT.write_text(f"{before}{BEGIN}\n\n{measured}\n\n{END}{after}", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
