@@ -101,7 +101,14 @@ def _loader(
         from metalctl.engine.models.loader import load as load_model
 
         acceleration.prepare(kernel_cache(), invocation.output.note)
-        loaded.append(load_model(checkpoint, trust_remote_code=trust_remote_code, precision=config.precision))
+        loaded.append(
+            load_model(
+                checkpoint,
+                trust_remote_code=trust_remote_code,
+                precision=config.precision,
+                max_model_len=config.max_model_len,
+            )
+        )
         return LLMEngine(loaded[0], config)
 
     return load

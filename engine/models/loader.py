@@ -36,21 +36,25 @@ def load(
     trust_remote_code: bool = False,
     dtype: mx.Dtype | None = None,
     precision: Precision = "size",
+    max_model_len: int | None = None,
 ) -> LoadedModel:
     """Loads weights, tokenizer and configuration. The arrays are evaluated: any thread may use them.
 
     `dtype` is that of activations and of what is not quantised; None chooses by the device. `precision` "exact" keeps
-    GGUF types that MLX cannot hold exactly as floating-point numbers. Raises CheckpointError for broken files,
-    UnsupportedModelError for what cannot be run, before anything large is allocated.
+    the values of GGUF types that MLX has no like of. `max_model_len`, how long sequences will get at most, decides between
+    two sets of rotary factors for models that have them. Raises CheckpointError for broken files, UnsupportedModelError
+    for what cannot be run, OutOfMemoryError for what does not fit, before anything large is allocated.
     """
     if checkpoint.format == "gguf":
-        loaded = _load_gguf(checkpoint, dtype, precision)
+        loaded = _load_gguf(checkpoint, dtype, precision, max_model_len)
     else:
         loaded = _load_folder(checkpoint, trust_remote_code)
     return replace(loaded, notes=(*loaded.notes, *accelerate(loaded.model)))
 
 
-def _load_gguf(checkpoint: Checkpoint, dtype: mx.Dtype | None, precision: Precision) -> LoadedModel:
+def _load_gguf(
+    checkpoint: Checkpoint, dtype: mx.Dtype | None, precision: Precision, max_model_len: int | None
+) -> LoadedModel:
     from metalctl.engine.models.gguf.weights import build_model
 
     paths = list(checkpoint.files)
@@ -60,7 +64,8 @@ def _load_gguf(checkpoint: Checkpoint, dtype: mx.Dtype | None, precision: Precis
     dtype = dtype or _natural_dtype(row)
     _check_memory(checkpoint, loaded_bytes(header, precision, dtype.size))
     tokenizer, notes = build_tokenizer(header)
-    model = build_model(header, list(zip(paths, headers, strict=True)), dtype, precision)
+    parts = list(zip(paths, headers, strict=True))
+    model = build_model(header, parts, dtype, precision, max_model_len=max_model_len)
     return LoadedModel(
         model=model.module,
         tokenizer=tokenizer,

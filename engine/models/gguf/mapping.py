@@ -97,8 +97,9 @@ class Architecture:
 class Keys:
     """The metadata of one architecture: its keys without their prefix."""
 
-    def __init__(self, header: Header, tensors: dict[str, tuple[Path, TensorInfo]]):
+    def __init__(self, header: Header, tensors: dict[str, tuple[Path, TensorInfo]], max_model_len: int | None = None):
         self.header = header
+        self.max_model_len = max_model_len  # tokens that a sequence will have at most, where that is known
         self.architecture = header.architecture
         self.tensors = tensors
 

@@ -114,11 +114,16 @@ def rope_scaling(keys: Keys) -> Config | None:
 
 
 def longrope(keys: Keys, original: int) -> Config:
+    """mlx-lm turns by the long factors always; where no sequence will be longer than the original context, those are
+    the short ones here, as the model was trained.
+    """
+    short = keys.tensor("rope_factors_short.weight")
+    stays_short = keys.max_model_len is not None and keys.max_model_len <= original
     return {
         "type": "longrope",
         "original_max_position_embeddings": original,
-        "short_factor": keys.tensor("rope_factors_short.weight"),
-        "long_factor": keys.tensor("rope_factors_long.weight"),
+        "short_factor": short,
+        "long_factor": short if stays_short else keys.tensor("rope_factors_long.weight"),
     }
 
 

@@ -46,6 +46,7 @@ def build_model(
     dtype: mx.Dtype,
     precision: Precision,
     row: Architecture | None = None,
+    max_model_len: int | None = None,
 ) -> Model:
     """Makes the module and fills it. `header` is that of the whole model, `parts` are its files, `row` is what to make
     of it; None: what the table of architectures says.
@@ -54,7 +55,7 @@ def build_model(
     CheckpointError for missing tensors, strangers and wrong shapes.
     """
     row = row or architecture(header)
-    keys = Keys(header, {info.name: (path, info) for path, part in parts for info in part.tensors})
+    keys = Keys(header, {info.name: (path, info) for path, part in parts for info in part.tensors}, max_model_len)
     config = row.config(keys)
     plan = _plan(row, keys, config)
     module: nn.Module = row.module(config) if row.module else _empty_module(config)

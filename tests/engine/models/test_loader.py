@@ -23,7 +23,7 @@ from metalctl.engine.models.checkpoint import Checkpoint, LoadedModel
 from metalctl.engine.models.gguf.describe import loaded_bytes
 from metalctl.engine.models.gguf.reader import read_file_header
 from metalctl.engine.models.loader import load
-from tests.engine.models.gguf.tiny_configs import CONFIGS
+from tests.engine.models.gguf.tiny_configs import CONFIGS, LONG
 from tests.engine.models.gguf.tiny_models import METADATA, write
 from tests.engine.models.gguf.writer import byte_alphabet, tiny_model, write_gguf
 
@@ -190,6 +190,13 @@ def test_experts_with_both_projections_in_one_tensor_are_cut(tmp_path: Path) -> 
     )
     found = np.array(load_file(tmp_path / "one.gguf").model(TOKENS))
     np.testing.assert_array_equal(found, expected)
+
+
+def test_short_rotary_factors_are_used_where_no_sequence_gets_long(tmp_path: Path) -> None:
+    write("phi3-long", tmp_path / "x.gguf")
+    for longest, factors in ((128, [1.0] * 8), (129, LONG), (None, LONG)):
+        config = load_file(tmp_path / "x.gguf", max_model_len=longest).config
+        assert config["rope_scaling"]["long_factor"] == factors
 
 
 def refused(path: Path, error: type[MetalctlError] = CheckpointError, **options: Any) -> str:

@@ -330,3 +330,9 @@ CONFIGS["nemotron_h_moe"] = {
     "norm_topk_prob": True,
     "routed_scaling_factor": 1.5,
 }
+LONG = [1.0 + index / 4 for index in range(8)]
+CONFIGS["phi3-long"] = {
+    **CONFIGS["phi3"],
+    "original_max_position_embeddings": 128,
+    "rope_scaling": {"type": "longrope", "long_factor": LONG, "short_factor": [1.0] * 8},
+}

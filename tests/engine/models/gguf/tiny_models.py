@@ -1,12 +1,13 @@
 """Tiny models of every architecture, with the metadata that llama.cpp's converter writes for them."""
 
+import math
 from pathlib import Path
 from typing import Any
 
 import mlx.nn as nn
 import numpy as np
 
-from tests.engine.models.gguf.tiny_configs import CONFIGS, CTX, FF, HEADS, KV, D, H, L, V
+from tests.engine.models.gguf.tiny_configs import CONFIGS, CTX, FF, HEADS, KV, LONG, D, H, L, V
 from tests.engine.models.gguf.writer import tiny_model, write_gguf
 
 SAME_ARCHITECTURE = {
@@ -17,6 +18,7 @@ SAME_ARCHITECTURE = {
     "exaone4-global": "exaone4",
     "deepseek3": "deepseek2",
     "gemma4-experts": "gemma4",
+    "phi3-long": "phi3",
 }
 
 BASE: dict[str, Any] = {
@@ -253,8 +255,17 @@ METADATA["nemotron_h_moe"] = {
     "expert_weights_scale": 1.5,
     "expert_group_count": 1,
 }
+METADATA["phi3-long"] = {
+    **METADATA["phi3"],
+    "rope.scaling.original_context_length": 128,
+    "rope.scaling.attn_factor": math.sqrt(1 + math.log(CTX / 128) / math.log(128)),
+}
 EXTRA = {
     case: {"rope_freqs.weight": np.array([1.0] * 4 + [1e30] * 12, np.float32)} for case in ("gemma4", "gemma4-experts")
+}
+EXTRA["phi3-long"] = {
+    "rope_factors_long.weight": np.array(LONG, np.float32),
+    "rope_factors_short.weight": np.ones(8, np.float32),
 }
 
 CASES = sorted(METADATA)
