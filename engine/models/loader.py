@@ -41,9 +41,10 @@ def load(
     """Loads weights, tokenizer and configuration. The arrays are evaluated: any thread may use them.
 
     `dtype` is that of activations and of what is not quantised; None chooses by the device. `precision` "exact" keeps
-    the values of GGUF types that MLX has no like of. `max_model_len`, how long sequences will get at most, decides between
-    two sets of rotary factors for models that have them. Raises CheckpointError for broken files, UnsupportedModelError
-    for what cannot be run, OutOfMemoryError for what does not fit, before anything large is allocated.
+    the values of GGUF types that MLX has no like of. `max_model_len`, how long sequences will get at most, decides
+    between two sets of rotary factors for models that have them. Raises CheckpointError for broken files,
+    UnsupportedModelError for what cannot be run, OutOfMemoryError for what does not fit, before anything large is
+    allocated.
     """
     if checkpoint.format == "gguf":
         loaded = _load_gguf(checkpoint, dtype, precision, max_model_len)
