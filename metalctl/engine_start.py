@@ -73,14 +73,19 @@ def find_model(invocation: Invocation, reference: str) -> "Checkpoint":
         )
 
 
-def _start(load: "Callable[[], LLMEngine]", output: Output) -> "EngineThread":
+def before_mlx(output: Output) -> None:
+    """What has an effect only before mlx is imported for the first time."""
     from metalctl.kernels import blas
 
     # MLX's CUDA backend ends the process when it has met twice as many shapes of graphs as it keeps.
     os.environ.setdefault("MLX_CUDA_GRAPH_CACHE_SIZE", "4000")
-    library = blas.preload()  # before mlx is imported for the first time, or it has no effect
+    library = blas.preload()
     if library:
         output.detail(f"matrix products by {library}")
+
+
+def _start(load: "Callable[[], LLMEngine]", output: Output) -> "EngineThread":
+    before_mlx(output)
     from metalctl.engine.engine_thread import EngineThread
 
     return EngineThread.start(load)

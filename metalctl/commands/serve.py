@@ -9,6 +9,7 @@ from metalctl.app import Invocation, command
 from metalctl.commands.options import Context, GGUFPrecision, TrustRemoteCode
 from metalctl.engine.config import EngineConfig, KVDtype, PrefixCacheMode
 from metalctl.engine.errors import UsageError
+from metalctl.engine_start import before_mlx
 
 _DEFAULTS = EngineConfig()
 
@@ -66,6 +67,7 @@ def serve(
     from metalctl.kernels import blas
 
     blas.preload()  # before the server imports mlx, or it has no effect
+    before_mlx(invocation.output)
     from metalctl.server.durations import parse_seconds
     from metalctl.server.launch import Launch, keys, parse_size, run
 

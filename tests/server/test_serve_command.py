@@ -92,6 +92,18 @@ def run(capsys, *arguments) -> tuple[int, str]:
     return code, capsys.readouterr().err
 
 
+def test_what_must_come_before_mlx_does():
+    """An OpenBLAS that is loaded after it has no effect."""
+    program = (
+        "import sys\nfrom metalctl import cli\nfrom metalctl.kernels import blas\n"
+        "blas.preload = lambda: print('mlx.core' in sys.modules)\n"
+        "cli.main(['serve', 'no-such-alias', '--port', '0'])\nprint('mlx.core' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.split()[0] == "False"
+    assert done.stdout.split()[-1] == "True"
+
+
 def test_other_machines_are_not_served_without_a_key(capsys):
     code, said = run(capsys, "x", "--host", "0.0.0.0")
     assert code == 2
