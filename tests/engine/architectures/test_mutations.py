@@ -108,7 +108,7 @@ def test_the_place_of_the_norm_of_queries_and_keys_is_noticed() -> None:
 
 def test_a_write_that_is_skipped_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(paged_kv, "_write", lambda pool, where, new: None)
-    monkeypatch.setattr(batching, "_close", lambda one, other: True)
+    monkeypatch.setattr(batching, "_close", lambda *_: True)
     assert mismatches("qwen3")
 
 
@@ -118,7 +118,7 @@ def test_a_window_narrower_by_one_is_noticed(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_padding_that_is_seen_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(batching, "_close", lambda one, other: True)
+    monkeypatch.setattr(batching, "_close", lambda *_: True)
     monkeypatch.setattr(paged_kv, "_narrowed", lambda context, forward, window: mx.ones_like(context.mask))
     assert mismatches("qwen3")
 
@@ -127,7 +127,7 @@ def test_a_position_that_is_off_by_one_while_decoding_is_noticed(monkeypatch: py
     offset = PagedKVCache.offset.fget  # type: ignore[attr-defined]
     late = property(lambda self: offset(self) + (self._forward.length == 1 and self._written is None))
     monkeypatch.setattr(PagedKVCache, "offset", late)
-    monkeypatch.setattr(batching, "_close", lambda one, other: True)
+    monkeypatch.setattr(batching, "_close", lambda *_: True)
     assert mismatches("qwen3")
 
 
@@ -139,7 +139,7 @@ def test_shared_keys_and_values_are_noticed(name: str, monkeypatch: pytest.Monke
 
 @pytest.mark.parametrize("name", ["mamba2", "lfm2", "qwen3_next", "rwkv7", "recurrent_gemma"])
 def test_a_state_that_is_not_carried_on_is_noticed(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(batching, "_close", lambda one, other: True)
+    monkeypatch.setattr(batching, "_close", lambda *_: True)
     monkeypatch.setattr(RecurrentState, "end", lambda self: None)
     assert mismatches(name)
 
@@ -152,7 +152,7 @@ def test_a_state_that_leaks_between_rows_is_noticed(monkeypatch: pytest.MonkeyPa
         if forward is not None and forward.batch_size > 1:
             self.view.cache = [None if a is None else mx.broadcast_to(a[:1], a.shape) for a in self.view.cache]
 
-    monkeypatch.setattr(batching, "_close", lambda one, other: True)
+    monkeypatch.setattr(batching, "_close", lambda *_: True)
     monkeypatch.setattr(RecurrentState, "begin", leaking)
     assert mismatches("mamba2")
 
@@ -162,13 +162,13 @@ def test_a_short_state_that_is_padded_at_its_end_is_noticed(monkeypatch: pytest.
         missing = [full - now for full, now in zip(pool.shape[1:], state.shape[1:], strict=True)]
         return mx.pad(state, [(0, 0), *((0, count) for count in missing)])
 
-    monkeypatch.setattr(batching, "_close", lambda one, other: True)
+    monkeypatch.setattr(batching, "_close", lambda *_: True)
     monkeypatch.setattr(recurrent_state, "_settled", padded)
     assert mismatches("longcat_flash_ngram")
 
 
 def test_a_cache_object_that_two_sequences_share_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(batching, "_close", lambda one, other: True)
+    monkeypatch.setattr(batching, "_close", lambda *_: True)
     monkeypatch.setattr(own_cache, "deepcopy", lambda blank: blank)
     assert mismatches("deepseek_v41")
 
