@@ -23,7 +23,7 @@ from metalctl.engine.errors import CheckpointError, UnsupportedModelError
 from metalctl.engine.models.gguf import unpack
 from metalctl.engine.models.gguf.unpack import Bytes, Floats, Integers, Unpacked
 
-VALUES_AT_ONCE = 1 << 19  # a chunk's integers and floats stay in the processor's cache
+VALUES_AT_ONCE = 1 << 18  # a chunk's integers and floats stay in the processor's cache
 
 Type = GGMLQuantizationType
 
@@ -73,6 +73,21 @@ def _affine(unpacker: Callable[[Bytes], Unpacked], bits: int, blocks: Bytes) -> 
     if q.dtype == np.int8:
         q, offsets = q.view(np.uint8) ^ np.uint8(128), offsets - 128 * scales
     return pack_bits(q, bits), scales, offsets
+
+
+def regroup_nibbles(packed: Bytes, run: int) -> Bytes:
+    """Bytes whose low halves are `run` values and whose high halves are the next, as pairs of neighbours in a byte."""
+    pairs = np.ascontiguousarray(packed).view(np.uint16)
+    low = (pairs & np.uint16(0x0F) | pairs >> 4 & np.uint16(0xF0)).astype(np.uint8)
+    high = (pairs >> 4 & np.uint16(0x0F) | pairs >> 8 & np.uint16(0xF0)).astype(np.uint8)
+    halves = [half.view(np.uint64).reshape(len(packed), -1, run // 16) for half in (low, high)]
+    return np.stack(halves, axis=2).view(np.uint8).reshape(len(packed), -1)
+
+
+def _regrouped(
+    scales: Callable[[Bytes], tuple[Floats, Floats]], start: int, run: int, blocks: Bytes
+) -> tuple[Bytes, Floats, Floats]:
+    return regroup_nibbles(blocks[:, start:], run), *scales(blocks)
 
 
 def _merge_groups(
@@ -137,12 +152,12 @@ def _merged(unpacker: Callable[[Bytes], Unpacked], step: float, centre: float, b
 
 
 FORMATS: dict[GGMLQuantizationType, Format] = {
-    Type.Q4_0: _exact(unpack.q4_0, 4),
-    Type.Q4_1: _exact(unpack.q4_1, 4),
+    Type.Q4_0: Format(partial(_regrouped, unpack.q4_0_scales, 2, 16), 4),
+    Type.Q4_1: Format(partial(_regrouped, unpack.q4_1_scales, 4, 16), 4),
     Type.Q5_0: _exact(unpack.q5_0, 5),
     Type.Q5_1: _exact(unpack.q5_1, 5),
     Type.Q8_0: _exact(unpack.q8_0, 8),
-    Type.Q4_K: _exact(unpack.q4_k, 4),
+    Type.Q4_K: Format(partial(_regrouped, unpack.q4_k_scales, 16, 32), 4),
     Type.Q5_K: _exact(unpack.q5_k, 5),
     Type.Q1_0: _exact(unpack.q1_0, 2, 128),
     Type.TQ1_0: _exact(unpack.tq1_0, 2, 128),

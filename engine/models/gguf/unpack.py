@@ -37,13 +37,21 @@ def nibbles(packed: Bytes, run: int) -> Bytes:
     return _fields(packed, 4, run)
 
 
-def q4_0(blocks: Bytes) -> Unpacked:
+def q4_0_scales(blocks: Bytes) -> tuple[Floats, Floats]:
     d = _half(blocks, 0)
-    return _fields(blocks[:, 2:], 4, 16), d, -8 * d
+    return d, -8 * d
+
+
+def q4_0(blocks: Bytes) -> Unpacked:
+    return _fields(blocks[:, 2:], 4, 16), *q4_0_scales(blocks)
+
+
+def q4_1_scales(blocks: Bytes) -> tuple[Floats, Floats]:
+    return _half(blocks, 0), _half(blocks, 2)
 
 
 def q4_1(blocks: Bytes) -> Unpacked:
-    return _fields(blocks[:, 4:], 4, 16), _half(blocks, 0), _half(blocks, 2)
+    return _fields(blocks[:, 4:], 4, 16), *q4_1_scales(blocks)
 
 
 def _fifth_bits(blocks: Bytes, start: int) -> Bytes:
@@ -95,15 +103,18 @@ def _scales_and_minima(packed: Bytes) -> tuple[Bytes, Bytes]:
     )
 
 
-def q4_k(blocks: Bytes) -> Unpacked:
+def q4_k_scales(blocks: Bytes) -> tuple[Floats, Floats]:
     scales, minima = _scales_and_minima(blocks[:, 4:16])
-    return _fields(blocks[:, 16:], 4, 32), _half(blocks, 0) * scales, -_half(blocks, 2) * minima
+    return _half(blocks, 0) * scales, -_half(blocks, 2) * minima
+
+
+def q4_k(blocks: Bytes) -> Unpacked:
+    return _fields(blocks[:, 16:], 4, 32), *q4_k_scales(blocks)
 
 
 def q5_k(blocks: Bytes) -> Unpacked:
-    scales, minima = _scales_and_minima(blocks[:, 4:16])
     q = _fields(blocks[:, 48:], 4, 32) | _fields(blocks[:, 16:48], 1, 32) << 4
-    return q, _half(blocks, 0) * scales, -_half(blocks, 2) * minima
+    return q, *q4_k_scales(blocks)
 
 
 def q6_k(blocks: Bytes) -> Unpacked:
