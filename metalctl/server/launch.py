@@ -66,16 +66,13 @@ def run(invocation: Invocation, launch: Launch) -> None:
     _check_names(launch)
     _log_to_stderr(invocation.output.verbose)
     with _listener(launch.host, launch.port) as listener:
-        specs = _specs(invocation, launch)
-        asyncio.run(_serve(invocation, launch, specs, listener))
+        specs, load = _specs(invocation, launch), _loader(invocation, launch)
+        first = load(specs[0]) if launch.references else None  # here, where Ctrl-C ends it at once
+        limits = Limits(launch.max_loaded, launch.memory, launch.keep_alive)
+        asyncio.run(_serve(invocation, launch, ModelManager(specs, load, limits, first), listener))
 
 
-async def _serve(invocation: Invocation, launch: Launch, specs: list[ModelSpec], listener: socket.socket) -> None:
-    limits = Limits(launch.max_loaded, launch.memory, launch.keep_alive)
-    manager = ModelManager(specs, _loader(invocation, launch), limits)
-    if launch.references:
-        async with manager.use(None):
-            pass
+async def _serve(invocation: Invocation, launch: Launch, manager: ModelManager, listener: socket.socket) -> None:
     config = uvicorn.Config(
         create_app(manager, guard_options(launch)),
         log_config=None,
@@ -91,15 +88,14 @@ async def _serve(invocation: Invocation, launch: Launch, specs: list[ModelSpec],
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: None)
     listener.listen(_BACKLOG)  # whoever reads the announcement can connect
-    _announce(invocation, launch, specs, listener)
+    _announce(invocation, [spec.name for spec in manager.specs], listener)
     await uvicorn.Server(config).serve(sockets=[listener])
     invocation.output.event("done", status="ok")
 
 
-def _announce(invocation: Invocation, launch: Launch, specs: list[ModelSpec], listener: socket.socket) -> None:
+def _announce(invocation: Invocation, names: list[str], listener: socket.socket) -> None:
     host, port = listener.getsockname()[:2]
     url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
-    names = [spec.name for spec in specs]
     invocation.output.event("listening", url=url, models=names)
     shown = ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
     invocation.output.note(f"Serving {shown} at {url} (OpenAI: {url}/v1). Ctrl-C stops.")

@@ -97,19 +97,28 @@ class Limits:
 
 
 class ModelManager:
-    """Gives out models by name. `load` runs in a worker thread and may raise what loading raises.
+    """Gives out models by name. `load` runs in a worker thread and may raise what loading raises; `first` is loaded.
 
     Of several models only so many are loaded at a time. For a new one the one goes that was not used for longest and
     is neither in use nor pinned; when there is none, the request waits, and is turned away when that takes too long.
     """
 
-    def __init__(self, specs: list[ModelSpec], load: Callable[[ModelSpec], ServedModel], limits: Limits):
+    def __init__(
+        self,
+        specs: list[ModelSpec],
+        load: Callable[[ModelSpec], ServedModel],
+        limits: Limits,
+        first: ServedModel | None = None,
+    ):
         if not specs:
             raise ValueError("there must be a model to serve")
         self.limits = limits
         self.metrics = Metrics(self.loaded)
         self._load = load
         self._slots = {spec.name: _Slot(spec, limits.keep_alive) for spec in specs}
+        if first is not None:
+            self._slots[first.name].model = first
+            self.metrics.loads.labels(first.name).inc()
         self._room = asyncio.Condition()
         self._loading = asyncio.Lock()
         self._tasks: set[asyncio.Task[None]] = set()
