@@ -12,7 +12,7 @@ from metalctl.engine.cache import forward
 from metalctl.engine.cache.block_manager import BlockTable, StateCopy
 from metalctl.engine.cache.block_pool import NULL
 from metalctl.engine.cache.cache_set import CacheSet
-from metalctl.engine.cache.layout import CacheLayout, KVLayer
+from metalctl.engine.cache.layout import CacheLayout, KVLayer, architecture
 from metalctl.engine.cache.paged_kv import MASK_AXES, PagedKVCache
 from metalctl.engine.cache.recurrent_state import RecurrentState
 from metalctl.engine.errors import UnsupportedModelError
@@ -41,11 +41,13 @@ def batch_mask_axes(model: nn.Module, layout: CacheLayout) -> int | None:
         agrees = axes is not None and _close(trial.together(axes), trial.alone(), _ROUNDING)
     except RuntimeError as error:
         raise UnsupportedModelError(
-            f"the model does not compute here: {error}", "In another precision or quantisation it may."
+            f"mlx-lm's code for {architecture(model)} does not compute here: {error}",
+            "In another precision or quantisation it may.",
         ) from error
     if not causal:
         raise UnsupportedModelError(
-            "in the model's code in mlx-lm tokens see later ones: it reads a prompt differently when it is cut.",
+            f"in mlx-lm's code for {architecture(model)} tokens see later ones: it reads a prompt differently when it "
+            "is cut.",
             "This architecture cannot be run.",
         )
     return axes if agrees else None

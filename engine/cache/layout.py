@@ -144,7 +144,8 @@ def read_layout(model: nn.Module, kv_dtype: mx.Dtype | None = None) -> CacheLayo
         grows = [_shapes(cache) != shapes for cache, shapes in zip(caches, before, strict=True)]
     except (ValueError, TypeError, RuntimeError, IndexError, AttributeError) as error:
         raise UnsupportedModelError(
-            f"the model's code in mlx-lm does not run here: {error}", "This architecture cannot be run on this device."
+            f"mlx-lm's code for {architecture(model)} does not run here: {error}",
+            "This architecture cannot be run on this device.",
         ) from error
     _widen(caches, asked)
     groups: list[Group] = []
@@ -153,6 +154,11 @@ def read_layout(model: nn.Module, kv_dtype: mx.Dtype | None = None) -> CacheLayo
         if layer is None or grows[index]:
             layers[index] = _own(model, index, blanks[index], groups)
     return CacheLayout(tuple(groups), tuple(layer for layer in layers if layer is not None))
+
+
+def architecture(model: nn.Module) -> str:
+    """The name of a model's architecture, for messages."""
+    return str(getattr(model, "model_type", None) or type(model).__name__)
 
 
 _SETTLED = 16  # tokens after which a state of fixed size has that size
@@ -240,8 +246,8 @@ def _translate(cache: Any, groups: list[Group], kv_dtype: mx.Dtype | None) -> La
 def _own(model: nn.Module, index: int, blank: Any, groups: list[Group]) -> OwnLayer:
     if not all(hasattr(type(blank), name) for name in ("state", "nbytes")):
         raise UnsupportedModelError(
-            f"the model keeps its past in a {type(blank).__name__}, which neither the paged cache knows nor says how "
-            "large it is.",
+            f"{architecture(model)} keeps its past in a {type(blank).__name__}, which neither the paged cache knows "
+            "nor says how large it is.",
             "This version cannot run this architecture.",
         )
     caches = make_prompt_cache(model)

@@ -50,7 +50,7 @@ def test_architecture_is_refused_with_a_reason(name: str) -> None:
     model = zoo.build(name)
     with pytest.raises(UnsupportedModelError) as refusal:
         matching.engine_of(model)
-    assert "mlx-lm" in refusal.value.message and refusal.value.hint
+    assert f"mlx-lm's code for {name}" in refusal.value.message and refusal.value.hint
     assert table.refused_row(name) in table.rows(), f"run: python -m {table.__name__}"
 
 
