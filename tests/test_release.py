@@ -93,10 +93,11 @@ def answers(program: Path, environment: dict[str, str], work: Path, *arguments: 
     return run(program, *arguments, cwd=work / "home", env=environment)
 
 
-def test_both_hold_what_they_should(sdist: Path, wheel: Path) -> None:
+def test_both_hold_what_they_should(sdist: Path, wheel: Path, work: Path) -> None:
     with tarfile.open(sdist) as archive:
         inside = {name.partition("/")[2] for name in archive.getnames()}
-    tracked = run("git", "ls-files", cwd=ROOT).split()
+    tracked = [path.relative_to(work / "source").as_posix() for path in (work / "source").rglob("*") if path.is_file()]
+    tracked = [name for name in tracked if ".egg-info" not in name]
     needed = {
         name for name in tracked if name.split("/")[0] in ("metalctl", "engine", "kernels", "completions", "tests")
     }
