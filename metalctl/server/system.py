@@ -14,8 +14,9 @@ async def health(service: Service, _request: Request) -> Response:
 
 
 async def ready(service: Service, _request: Request) -> Response:
-    """200 when a model is loaded and requests are taken."""
-    is_ready = bool(service.manager.loaded()) and not service.manager.dead
+    """Whether requests are taken: 503 when an engine has stopped, or a queue is full."""
+    manager = service.manager
+    is_ready = not manager.dead and all(model.taken < model.slots for model in manager.loaded())
     return JSONResponse({"status": "ready" if is_ready else "not ready"}, 200 if is_ready else 503)
 
 

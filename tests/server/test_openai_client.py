@@ -323,5 +323,8 @@ def test_full_queue_is_503_with_retry_after():
             client.chat.completions.create(model="s", messages=HELLO)
         assert caught.value.status_code == 503
         assert int(caught.value.response.headers["retry-after"]) >= 1
+        assert server.client().get("/ready").status_code == 503
+        assert server.client().get("/health").status_code == 200
         first.join()
+        assert server.client().get("/ready").status_code == 200
         assert client.chat.completions.create(model="s", messages=HELLO).choices[0].message.content
