@@ -1,6 +1,7 @@
 """A model on the CPU kernels against the same model as mlx-lm runs it, through the engine, for many architectures."""
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -166,3 +167,17 @@ def test_nothing_happens_without_kernels() -> None:
     model = tiny.build("llama")
     assert acceleration.accelerate(model) == []
     assert layers_of(model, native_layers.NativeLinear) == 0
+
+
+def test_without_a_compiler_there_is_one_notice_and_models_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    library.unload()
+    monkeypatch.setenv("PATH", str(tmp_path))
+    notices: list[str] = []
+    acceleration.prepare(tmp_path / "cache", notices.append)
+    assert len(notices) == 1
+    assert "no C++ compiler" in notices[0]
+    assert "no C++ compiler" in acceleration.status()
+    model = tiny.build("llama")
+    assert acceleration.accelerate(model) == []
+    result = matching.run(matching.engine_of(model), {"a": (0, 21)}, 4)["a"]
+    assert len(result.tokens) == 4
