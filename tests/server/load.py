@@ -187,6 +187,7 @@ def main() -> int:
     parser.add_argument("--prompt-words", type=int, default=150)
     parser.add_argument("--output-tokens", type=int, default=64)
     parser.add_argument("--model")
+    parser.add_argument("--seed", type=int, default=0, help="of the prompts")
     parser.add_argument("--extra", type=json.loads, default={}, help="further fields of the request, as JSON")
     arguments = parser.parse_args()
     failures = 0
@@ -198,7 +199,7 @@ def main() -> int:
             output_tokens=arguments.output_tokens,
             model=arguments.model,
             extra=arguments.extra,
-            seed=number,
+            seed=1000 * arguments.seed + number,
         )
         outcome, samples = asyncio.run(drive(arguments.url, load))
         errors = sorted({sample.error for sample in samples if sample.error})[:3]
