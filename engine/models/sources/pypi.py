@@ -249,12 +249,13 @@ def _shipped(names: Sequence[str], reference: Reference) -> dict[str, str]:
     """The model's files among `names`, and their paths in its folder.
 
     These are all GGUF files, since a package comes as a whole and a tag chooses when one is used; without any, the
-    folder that has a config.json and safetensors.
+    outermost folder that has a config.json and safetensors.
     """
     found = {name: PurePosixPath(name).name for name in names if name.lower().endswith(".gguf")}
     if found:
         return found
-    for config in sorted(name for name in names if PurePosixPath(name).name == "config.json"):
+    configs = [name for name in names if PurePosixPath(name).name == "config.json"]
+    for config in sorted(configs, key=lambda name: (name.count("/"), name)):  # a stage's own folder lies deeper
         folder = config.removesuffix("config.json")
         inside = [name.removeprefix(folder) for name in names if name.startswith(folder)]
         if any(name.endswith(".safetensors") and "/" not in name for name in inside):
