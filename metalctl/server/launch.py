@@ -22,6 +22,7 @@ from metalctl.server.app import create_app
 from metalctl.server.embeddings import served_vectors
 from metalctl.server.guard import GuardOptions
 from metalctl.server.models import Limits, ModelManager, ModelSpec, ServedModel
+from metalctl.server.protocol import ImpatientProtocol
 
 if TYPE_CHECKING:
     from metalctl.engine.models.checkpoint import Checkpoint
@@ -75,6 +76,7 @@ def run(invocation: Invocation, launch: Launch) -> None:
 async def _serve(invocation: Invocation, launch: Launch, manager: ModelManager, listener: socket.socket) -> None:
     config = uvicorn.Config(
         create_app(manager, guard_options(launch)),
+        http=ImpatientProtocol,
         log_config=None,
         access_log=False,
         server_header=False,

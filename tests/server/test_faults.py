@@ -13,7 +13,7 @@ import pytest
 from scripted import ScriptedThread
 from serving import assert_idle, running, served, tiny_engine
 
-from metalctl.server import body, streaming
+from metalctl.server import body, protocol, streaming
 
 CHAT = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 5}
 DEEP = b'{"messages": ' + b"[" * 20_000 + b"]" * 20_000 + b"}"
@@ -239,6 +239,29 @@ def test_body_that_never_arrives_is_not_waited_for(tiny, monkeypatch):
     with raw_request(tiny, HEAD.format(100), b'{"mess') as connection:
         connection.settimeout(10)
         assert b"408" in connection.recv(1000).split(b"\r\n")[0]
+
+
+@pytest.mark.parametrize("head", ["", "POST /v1/chat/completions HTTP/1.1\r\nHos"])
+def test_connection_that_says_nothing_whole_is_closed(tiny, monkeypatch, head):
+    monkeypatch.setattr(protocol, "HEADER_TIMEOUT", 0.2)
+    with raw_request(tiny, head) as connection:
+        connection.settimeout(10)
+        assert connection.recv(1000) == b""
+    with raw_request(tiny, "GET /health HTTP/1.1\r\nHost: x\r\n\r\n") as connection:
+        connection.settimeout(10)
+        assert b"200" in connection.recv(1000)
+        connection.sendall(b"GET /hea")
+        while connection.recv(1000):
+            pass
+
+
+def test_answer_that_takes_long_does_not_look_like_a_silent_connection(monkeypatch):
+    monkeypatch.setattr(protocol, "HEADER_TIMEOUT", 0.05)
+    thread = ScriptedThread("hello")
+    thread.pause = 0.2
+    with running(lambda spec: served("s", thread), "s") as server, server.client() as client:
+        for _ in range(2):
+            assert client.post("/v1/chat/completions", json=CHAT).status_code == 200
 
 
 def test_client_that_leaves_before_its_body_is_whole_does_no_harm(tiny):
