@@ -397,9 +397,10 @@ constexpr float NOWHERE = -1e38f;  // below every score
 template <class T>
 void rows_of(const T* pool, int64_t block_stride, int64_t token_stride, int width, const Attention& a, int from, int count,
              float* room, const float** rows) {
-  for (int j = 0; j < count; j++) {
-    const int slot = from + j;
-    const T* row = pool + a.table[slot / a.block_size] * block_stride + slot % a.block_size * token_stride;
+  int block = from / a.block_size, inside = from % a.block_size;
+  for (int j = 0; j < count; j++, inside++) {
+    if (inside == a.block_size) block++, inside = 0;
+    const T* row = pool + a.table[block] * block_stride + inside * token_stride;
     if constexpr (sizeof(T) == 4) {
       rows[j] = row;
     } else {
@@ -443,17 +444,52 @@ inline void score_lanes(const float* const* keys, const float* queries, int lane
   for (; at < lanes; at += W) score<J, 1>(keys, queries + at, lanes, width, scores + at);
 }
 
-// The same for a few queries: along the width instead.
-inline void score_few(const Attention& a, const float* const* keys, int count, int lanes, float* scores) {
-  for (int j = 0; j < count; j++)
+// The same for a few queries: along the width instead, four keys at a time so that their sums overlap. Scores [rows][KEYS].
+inline void score_few(const Attention& a, const float* const* keys, int count, float* scores) {
+  for (int j = 0; j < count; j += 4)
     for (int r = 0; r < a.rows; r++) {
-      f32x acc{};
+      const float* four[4];
+      for (int i = 0; i < 4; i++) four[i] = keys[j + i < count ? j + i : j];
+      f32x acc[4] = {};
       int d = 0;
-      for (; d + W <= a.width; d += W) acc += load<f32x>(keys[j] + d) * load<f32x>(a.queries[r] + d);
-      float total = sum(acc);
-      for (; d < a.width; d++) total += keys[j][d] * a.queries[r][d];
-      scores[j * lanes + r] = total * a.scale;
+      for (; d + W <= a.width; d += W) {
+        const f32x query = load<f32x>(a.queries[r] + d);
+        for (int i = 0; i < 4; i++) acc[i] += load<f32x>(four[i] + d) * query;
+      }
+      for (int i = 0; i < 4; i++) {
+        float total = sum(acc[i]);
+        for (int rest = d; rest < a.width; rest++) total += four[i][rest] * a.queries[r][rest];
+        scores[r * KEYS + j + i] = total * a.scale;
+      }
     }
+}
+
+// Scores of a few queries, [rows][KEYS], become weights; as `soften` does it for many.
+inline void soften_few(const Attention& a, int from, int count, float* scores, float* top, float* total, float* fade) {
+  i32x lane;
+  for (int i = 0; i < W; i++) lane[i] = i;
+  for (int r = 0; r < a.rows; r++, scores += KEYS) {
+    const int newest = a.positions[r] - a.start - from;  // the last key that is seen
+    const int last = newest < count ? newest : count - 1, first = a.window > 0 ? newest - a.window + 1 : 0;
+    f32x peak = splat(top[r]);
+    for (int at = 0; at < count; at += W) {
+      f32x s = load<f32x>(scores + at);
+      if (a.softcap > 0) s = a.softcap * tanh(s / a.softcap);
+      s = select((lane + at <= last) & (lane + at >= first), s, splat(-__builtin_inff()));
+      store(scores + at, s);
+      peak = maximum(peak, s);
+    }
+    const float most = largest(peak);
+    f32x gained{};
+    for (int at = 0; at < count; at += W) {
+      const f32x s = load<f32x>(scores + at), weight = select(s > NOWHERE, exp(s - most), f32x{});
+      store(scores + at, weight);
+      gained += weight;
+    }
+    fade[r] = exp(splat(top[r] - most))[0];
+    total[r] = total[r] * fade[r] + sum(gained);
+    top[r] = most;
+  }
 }
 
 // Scores become weights; `fade[r]` is what earlier sums of row r shrink by.
@@ -487,9 +523,14 @@ inline void soften(const Attention& a, int from, int count, int lanes, const int
   }
 }
 
+// Where the weight of key j for row r lies: j * key + r * row.
+struct Order {
+  int key, row;
+};
+
 // sums[r] = fade[r] * sums[r] + weights . values, for R rows and V vectors of the width
 template <int R, int V>
-inline void gather_values(const float* const* values, int count, int at, const float* weights, int lanes, const float* fade,
+inline void gather_values(const float* const* values, int count, int at, const float* weights, Order order, const float* fade,
                           float* sums, int width) {
   f32x acc[R][V];
   for (int r = 0; r < R; r++)
@@ -497,22 +538,22 @@ inline void gather_values(const float* const* values, int count, int at, const f
   for (int j = 0; j < count; j++)
     for (int v = 0; v < V; v++) {
       const f32x value = load<f32x>(values[j] + at + v * W);
-      for (int r = 0; r < R; r++) acc[r][v] += value * weights[j * lanes + r];
+      for (int r = 0; r < R; r++) acc[r][v] += value * weights[j * order.key + r * order.row];
     }
   for (int r = 0; r < R; r++)
     for (int v = 0; v < V; v++) store(sums + int64_t(r) * width + at + v * W, acc[r][v]);
 }
 
 template <int R>
-inline void gather_width(const float* const* values, int count, const float* weights, int lanes, const float* fade, float* sums,
+inline void gather_width(const float* const* values, int count, const float* weights, Order order, const float* fade, float* sums,
                          int width) {
   int at = 0;
-  for (; at + 4 * W <= width; at += 4 * W) gather_values<R, 4>(values, count, at, weights, lanes, fade, sums, width);
-  for (; at + W <= width; at += W) gather_values<R, 1>(values, count, at, weights, lanes, fade, sums, width);
+  for (; at + 4 * W <= width; at += 4 * W) gather_values<R, 4>(values, count, at, weights, order, fade, sums, width);
+  for (; at + W <= width; at += W) gather_values<R, 1>(values, count, at, weights, order, fade, sums, width);
   for (; at < width; at++)
     for (int r = 0; r < R; r++) {
       float total = sums[int64_t(r) * width + at] * fade[r];
-      for (int j = 0; j < count; j++) total += values[j][at] * weights[j * lanes + r];
+      for (int j = 0; j < count; j++) total += values[j][at] * weights[j * order.key + r * order.row];
       sums[int64_t(r) * width + at] = total;
     }
 }
@@ -542,17 +583,23 @@ void attention(const Attention& a) {
     rows_of(a.values, a.v_block, a.v_token, a.value_width, a, from, count, value_room, values);
     int j = 0;
     if (few) {
-      score_few(a, keys, count, lanes, scores);
+      score_few(a, keys, count, scores);
+      soften_few(a, from, count, scores, top, total, fade);
     } else {
       for (; j + 4 <= count; j += 4) score_lanes<4>(keys + j, queries, lanes, a.width, scores + j * lanes);
       for (; j < count; j++) score_lanes<1>(keys + j, queries, lanes, a.width, scores + j * lanes);
+      soften(a, from, count, lanes, positions, scores, top, total, fade);
     }
-    soften(a, from, count, lanes, positions, scores, top, total, fade);
+    const Order order = few ? Order{1, KEYS} : Order{lanes, 1};
     int r = 0;
-    for (; r + 4 <= a.rows; r += 4)
-      gather_width<4>(values, count, scores + r, lanes, fade + r, a.sums + int64_t(r) * a.value_width, a.value_width);
-    for (; r < a.rows; r++)
-      gather_width<1>(values, count, scores + r, lanes, fade + r, a.sums + int64_t(r) * a.value_width, a.value_width);
+    auto gather = [&]<int R>() {
+      for (; r + R <= a.rows; r += R)
+        gather_width<R>(values, count, scores + r * order.row, order, fade + r, a.sums + int64_t(r) * a.value_width, a.value_width);
+    };
+    gather.template operator()<4>();
+    gather.template operator()<3>();
+    gather.template operator()<2>();
+    gather.template operator()<1>();
     from += count;
   }
   std::memcpy(a.top, top, sizeof(float) * a.rows);
