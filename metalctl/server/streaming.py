@@ -95,12 +95,18 @@ async def disconnected(receive: Receive) -> None:
 
 def sse(data: Any, event: str | None = None) -> bytes:
     """One server-sent event with `data` as JSON."""
-    text = f"data: {json.dumps(data, ensure_ascii=False, separators=(',', ':'))}\n\n"
+    text = f"data: {_line(data)}\n\n"
     return (f"event: {event}\n{text}" if event else text).encode()
 
 
 def ndjson(data: Any) -> bytes:
-    return json.dumps(data, ensure_ascii=False, separators=(",", ":")).encode() + b"\n"
+    return f"{_line(data)}\n".encode()
+
+
+def _line(data: Any) -> str:
+    """JSON without anything that some client takes for the end of a line."""
+    text = json.dumps(data, ensure_ascii=False, separators=(",", ":"))
+    return text.replace("\x85", "\\u0085").replace("\u2028", "\\u2028").replace("\u2029", "\\u2029")
 
 
 async def _send(send: Send, data: bytes, more: bool = True) -> None:

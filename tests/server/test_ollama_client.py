@@ -75,6 +75,13 @@ def test_raw_prompt_has_no_template(scripted):
     assert thread.prompts == ["just this"]
 
 
+def test_no_character_of_a_text_ends_a_line(scripted):
+    thread, client = scripted
+    thread.replies = ["a\x85b\u2028c\u2029d\x0be\x1cf\r\ng 你好 🙂"]
+    said = "".join(line.message.content for line in client.chat("s", HELLO, stream=True))
+    assert said == client.chat("s", HELLO).message.content == thread.replies[0]
+
+
 def test_format(client):
     schema = {"enum": [[1], {"a": None}]}
     answer = client.chat("tiny", HELLO, format=schema, options={"num_predict": 200})
