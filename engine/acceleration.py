@@ -4,6 +4,7 @@ Nothing happens on Metal. The replacements are per model: other models, and mlx-
 """
 
 import math
+import sys
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -29,13 +30,16 @@ _reason = "not prepared"  # why there are no kernels
 
 
 def prepare(cache: Path, notice: Callable[[str], None]) -> None:
-    """Load the CPU kernels, compiling them if need be. Does nothing where MLX computes on a GPU.
+    """Load the CPU kernels, compiling them if need be. Does nothing on a Mac, or where MLX computes on a GPU.
 
     `notice` is called before something that takes long, and with the reason when there will be no kernels.
     """
     global _reason
     if mx.default_device() != mx.cpu:
         _reason = "MLX's own: this machine computes on its GPU"
+        return
+    if sys.platform == "darwin":
+        _reason = "MLX's own"
         return
     # MLX would otherwise run the system's compiler during the first step, or fail where there is none.
     mx.disable_compile()

@@ -181,3 +181,11 @@ def test_without_a_compiler_there_is_one_notice_and_models_run(tmp_path: Path, m
     assert acceleration.accelerate(model) == []
     result = matching.run(matching.engine_of(model), {"a": (0, 21)}, 4)["a"]
     assert len(result.tokens) == 4
+
+
+def test_nothing_is_compiled_on_a_mac(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    library.unload()
+    monkeypatch.setattr("sys.platform", "darwin")
+    acceleration.prepare(tmp_path, lambda message: pytest.fail(message))
+    assert not library.loaded()
+    assert not list(tmp_path.iterdir())
