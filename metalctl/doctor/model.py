@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,6 +19,7 @@ from metalctl.output import human_bytes
 if TYPE_CHECKING:
     from metalctl.engine.models.checkpoint import Checkpoint, LoadedModel
 
+SYSTEM = 4 * 2**30  # bytes that macOS needs for itself
 UTILIZATION = 0.9  # of what one process may take, as the engine's default
 TEXT = """\
 The river leaves its lake at the mill, passes under three bridges and reaches the sea two days later. Nobody who lives
@@ -44,7 +46,8 @@ def checks(invocation: Invocation, reference: str, trust_remote_code: bool) -> I
         yield check
     if broken:
         return
-    yield fits(found.size, device_memory().recommended)
+    device = device_memory()
+    yield fits(found.size, device.recommended, device.total)
     yield from _run(invocation, found, trust_remote_code)
 
 
@@ -125,11 +128,15 @@ def _digest(path: Path, like: str) -> str:
 # -- the model
 
 
-def fits(weights: int, recommended: int) -> Check:
-    """Whether so many bytes of weights can be loaded here, with something left for a context."""
+def fits(weights: int, recommended: int, total: int, system: str = sys.platform) -> Check:
+    """Whether so many bytes of weights can be loaded here, with something left for a context. On a Mac the GPU may be
+    allowed more of the memory than macOS recommends."""
     usable = int(UTILIZATION * recommended)
     shown = f"the model needs {human_bytes(weights)} of {human_bytes(usable)}"
-    smaller = "Choose a smaller model or quantisation, close programs, or on a Mac raise iogpu.wired_limit_mb."
+    smaller = "Choose a smaller model or quantisation, or close programs."
+    wanted = int(weights / UTILIZATION * 1.15)
+    if system == "darwin" and wanted < total - SYSTEM:
+        smaller = f"sudo sysctl iogpu.wired_limit_mb={wanted >> 20}, until the next start; or choose a smaller model."
     if weights > usable:
         return failure("model memory", f"{shown}, and does not fit", smaller)
     if weights > 0.9 * usable:

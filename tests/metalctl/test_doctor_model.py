@@ -80,7 +80,13 @@ def test_a_file_of_a_package_must_have_the_hash_of_its_record(tmp_path: Path) ->
 
 
 def test_weights_must_fit_with_something_to_spare() -> None:
-    assert states(model.fits(size * GB, 10 * GB) for size in (4, 8.5, 9.5)) == ["ok", "warning", "failure"]
+    for system in ("linux", "darwin"):
+        checks = [model.fits(int(size * GB), 10 * GB, 32 * GB, system) for size in (4, 8.5, 9.5)]
+        assert states(checks) == ["ok", "warning", "failure"]
+        assert checks[0].fix is None
+        assert all(("iogpu.wired_limit_mb" in str(check.fix)) is (system == "darwin") for check in checks[1:])
+    hopeless = model.fits(15 * GB, 10 * GB, 16 * GB, "darwin")
+    assert hopeless.state == "failure" and "sysctl" not in str(hopeless.fix)
 
 
 @dataclass
