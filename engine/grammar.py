@@ -20,6 +20,8 @@ from metalctl.engine.models.tokenizer import Tokenizer
 # Between the parts of a JSON text: room for indenting, but not for a model that would write blanks for ever.
 WHITE_SPACE = r"[ \n]{0,16}"
 
+_SENTINEL = b"\x02"  # a character that no token joins to others
+
 
 class GrammarError(MetalctlError):
     """A grammar that was accepted came to a dead end, or grew beyond llguidance's limits."""
@@ -91,6 +93,12 @@ def text_with(marker: Marker, variants: Sequence[tuple[str, Mapping[str, Any], s
     return json.dumps({"grammars": [{"name": "main", "lark_grammar": definition}, *named]})
 
 
+def _after_space(grammar: str) -> str:
+    """The grammar, with a space before it allowed."""
+    parts = json.loads(grammar)["grammars"]
+    return json.dumps({"grammars": [{"name": "spaced", "lark_grammar": f'start: " "? @{parts[0]["name"]}'}, *parts]})
+
+
 def _inner(schema: Mapping[str, Any]) -> dict[str, Any]:
     return {"json_schema": json.loads(json_schema(schema))["grammars"][0]["json_schema"]}
 
@@ -108,8 +116,15 @@ class GrammarCompiler:
         ends = sorted(vocabulary.eos_token_ids)
         return LLTokenizer(TokenizerWrapper(vocabulary), n_vocab=self._vocab_size, eos_token=ends)
 
+    @cached_property
+    def _puts_space_first(self) -> bool:
+        """Whether the model has learned to begin a text with a space, which is no part of it."""
+        first = self._tokenizer.encode("a")[:1]
+        return bool(first) and (self._tokenizer.token_bytes(first[0]) or b"").startswith(b" ")
+
     def compile(self, grammar: str, preamble: Preamble | None = None) -> "TokenGrammar":
         """Raises UsageError for a grammar that is wrong or too large. May take long: up to a second."""
+        grammar = _after_space(grammar) if self._puts_space_first else grammar
         matcher = LLMatcher(self._tokens, grammar, log_level=0, limits=LLParserLimits(verbose_errors=False))
         if matcher.is_error():
             raise UsageError(f"the grammar or schema cannot be used: {_reason(matcher)}")
@@ -188,8 +203,38 @@ class _Vocabulary:
         self.eos_token_ids = {token for token in tokenizer.eos_token_ids if token < size} or {size - 1}
         self.eos_token_id = min(self.eos_token_ids)
 
+        self._by_bytes = {text: token for token, text in reversed(list(enumerate(spelled))) if text}
+        self._longest = max(map(len, self._by_bytes), default=1)
+
     def __call__(self, text: bytes | str) -> list[int]:
-        return self._tokenizer.encode(text.decode("utf-8", "replace") if isinstance(text, bytes) else text)
+        """Tokens that spell exactly this text, as the model would write them where that can be had."""
+        data = text.encode() if isinstance(text, str) else text
+        for before in (b"", _SENTINEL):
+            tokens = self._tokenizer.encode((before + data).decode("utf-8", "replace"))
+            tokens = self._without(before, tokens)
+            if b"".join(self.tokens[token] for token in tokens) == data:
+                return tokens
+        return self._longest_first(data)
+
+    def _without(self, before: bytes, tokens: list[int]) -> list[int]:
+        """The tokens after those that spell `before`, and the space that some tokenizers put first."""
+        spelled = b""
+        for index, token in enumerate(tokens):
+            if spelled.lstrip() == before:
+                return tokens[index:]
+            spelled += self.tokens[token]
+        return tokens
+
+    def _longest_first(self, data: bytes) -> list[int]:
+        tokens = []
+        while data:
+            pieces = (data[:length] for length in range(min(self._longest, len(data)), 0, -1))
+            piece = next((piece for piece in pieces if piece in self._by_bytes), None)
+            if piece is None:
+                break
+            tokens.append(self._by_bytes[piece])
+            data = data[len(piece) :]
+        return tokens
 
 
 def _reason(matcher: LLMatcher) -> str:

@@ -7,7 +7,9 @@ import re
 import jsonschema_rs
 import numpy as np
 import pytest
+import tokenizers
 from byte_tokenizer import byte_tokenizer
+from tokenizers import decoders, models, normalizers
 
 from driving import assert_nothing_held, drain, text, tokens
 from metalctl.engine import grammar as grammars
@@ -16,6 +18,7 @@ from metalctl.engine.errors import UsageError
 from metalctl.engine.grammar import GrammarCompiler, Preamble
 from metalctl.engine.llm_engine import LLMEngine
 from metalctl.engine.models.checkpoint import LoadedModel
+from metalctl.engine.models.tokenizer import Tokenizer
 from metalctl.engine.sequence import FinishReason, SamplingParams
 from tiny import build
 
@@ -228,3 +231,30 @@ def test_reasoning_that_the_prompt_opened_is_free_from_the_start():
     assert is_free(grammar)
     grammar.advance(tags[1])
     assert allowed(grammar) == {"a"}
+
+
+def sentencepiece_tokenizer() -> Tokenizer:
+    """A vocabulary that puts a space before a text, and spells what it does not know as bytes."""
+    pieces = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
+    pieces += [*'▁{}:,"abnme1', "▁{", "na", "me", "name", '▁"', '":', "▁1"]
+    merges = [("▁", "{"), ("n", "a"), ("m", "e"), ("na", "me"), ("▁", '"'), ('"', ":"), ("▁", "1")]
+    vocabulary = {piece: index for index, piece in enumerate(pieces)}
+    backend = tokenizers.Tokenizer(models.BPE(vocab=vocabulary, merges=merges, byte_fallback=True, unk_token="<unk>"))
+    backend.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    backend.decoder = decoders.Sequence(steps)
+    backend.add_special_tokens(["<unk>", "<s>", "</s>"])
+    return Tokenizer(backend, eos_token_ids=[2])
+
+
+@pytest.mark.parametrize("text", ['{"name": 1}', '{"name": "é日"}', '{"b": 1}'])
+def test_vocabularies_that_put_a_space_first_may_write_as_they_do(text):
+    tokenizer = sentencepiece_tokenizer()
+    size = tokenizer.vocab_size
+    grammar = GrammarCompiler(tokenizer, size).compile(grammars.any_object())
+    for token in tokenizer.encode(text):
+        mask = np.ones(size, bool)
+        grammar.fill(mask)
+        assert mask[token], tokenizer.backend.id_to_token(token)
+        grammar.advance(token)
+    assert grammar.is_stopped
