@@ -57,13 +57,15 @@ Pack layout_of(int format, int n, int k, int group, int wide) { return {nullptr,
 
 EXPORT const char* metalctl_failure() { return failure.c_str(); }
 
+// The best instruction set that this processor has and that was compiled; an empty name for none.
 EXPORT const char* metalctl_best() {
 #if defined(__x86_64__)
-  if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl")) 
-    return __builtin_cpu_supports("avx512vnni") ? "avx512-vnni" : "avx512";
-  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) return "avx2";
+  const bool avx512 = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl");
+  if (avx512 && __builtin_cpu_supports("avx512vnni") && avx512vnni_kernels()) return "avx512-vnni";
+  if (avx512 && avx512_kernels()) return "avx512";
+  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && avx2_kernels()) return "avx2";
 #endif
-  return "baseline";
+  return baseline_kernels() ? "baseline" : "";
 }
 
 // `sample` is an int32 array [7, 8]: whether its C++ object is where this build looks for it.

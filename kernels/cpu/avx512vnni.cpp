@@ -1,4 +1,4 @@
-#if defined(__x86_64__)
+#if defined(__x86_64__) && !defined(METALCTL_LEFT_OUT)
 #include "bodies.h"
 
 METALCTL_TABLE(avx512vnni_kernels, "avx512-vnni")

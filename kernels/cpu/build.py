@@ -20,11 +20,15 @@ from metalctl.kernels.cores import usable_cores
 SOURCES = Path(__file__).parent
 COMPILERS = ("c++", "g++", "clang++")
 _COMMON = ("-std=c++20", "-O3", "-fPIC", "-fvisibility=hidden", "-ffp-contract=fast", "-fno-math-errno", "-w")
-_ISA = {
-    "avx2": ("-mavx2", "-mfma", "-mf16c"),
-    "avx512": ("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx2", "-mfma", "-mf16c"),
+_AVX2 = ("-mavx2", "-mfma", "-mf16c")
+_AVX512 = (*_AVX2, "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq")
+_ISA = {  # sources by instruction set, the best first: flags of the compiler, and what Linux calls the features
+    "avx512vnni": ((*_AVX512, "-mavx512vnni"), {"avx512f", "avx512bw", "avx512vl", "avx512_vnni"}),
+    "avx512": (_AVX512, {"avx512f", "avx512bw", "avx512vl"}),
+    "avx2": (_AVX2, {"avx2", "fma", "f16c"}),
+    "baseline": ((), set[str]()),
 }
-_ISA["avx512vnni"] = (*_ISA["avx512"], "-mavx512vnni")
+_LEFT_OUT = "-DMETALCTL_LEFT_OUT"
 _TIME_LIMIT = 300  # seconds for one source
 
 
@@ -39,34 +43,35 @@ class Built:
     fresh: bool  # compiled just now
 
 
-def build(cache: Path, notice: Callable[[str], None]) -> Built:
+def build(cache: Path, notice: Callable[[str], None], every: bool = False) -> Built:
     """The compiled library, from `cache` where it holds one that fits, else compiled now after one `notice`.
 
-    Two processes that need it at once compile once. Raises BuildError.
+    It has the kernels for the best instruction set of this processor, or for `every` one that the compiler knows. Two
+    processes that need it at once compile once. Raises BuildError.
     """
     compiler = next(filter(None, map(shutil.which, COMPILERS)), None)
     if compiler is None:
         raise BuildError("there is no C++ compiler (c++, g++ or clang++) on the PATH")
-    folder = cache / key(compiler)
+    folder = cache / key(compiler, every)
     library = folder / "metalctl_cpu.so"
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with _locked(folder / "lock"):
             if _intact(library):
                 return Built(library, compiler, fresh=False)
-            notice("compiling the CPU kernels for this machine (once, about 20 s)")
-            _compile(compiler, library)
+            notice("compiling the CPU kernels for this machine (once, about 10 s)")
+            _compile(compiler, library, every)
             return Built(library, compiler, fresh=True)
     except OSError as error:
         raise BuildError(f"{folder}: {error.strerror or error}") from error
 
 
-def key(compiler: str) -> str:
+def key(compiler: str, every: bool = False) -> str:
     """Names everything that the compiled code depends on: sources, flags, compiler, MLX and processor."""
     digest = hashlib.sha256()
     for part in (
         *_COMMON,
-        *map(str, sorted(_ISA.items())),
+        str(_isa_flags(every)),
         compiler,
         _compiler_version(compiler),
         version("mlx"),
@@ -88,14 +93,26 @@ def mlx_folder() -> Path:
     return folder
 
 
-def _compile(compiler: str, library: Path) -> None:
+def _compile(compiler: str, library: Path, every: bool) -> None:
     mlx = mlx_folder()
+    flags = _isa_flags(every)
     with tempfile.TemporaryDirectory(dir=library.parent) as scratch:
         # The largest first, so that no core waits for it at the end.
-        sources = sorted(SOURCES.glob("*.cpp"), key=lambda path: _ISA.keys().isdisjoint((path.stem,)))
+        sources = sorted(
+            SOURCES.glob("*.cpp"), key=lambda path: (_LEFT_OUT in flags.get(path.stem, ()), path.stem not in _ISA)
+        )
         objects = [Path(scratch) / f"{source.stem}.o" for source in sources]
         commands = [
-            [compiler, *_COMMON, *_flags(source), f"-I{mlx / 'include'}", "-c", str(source), "-o", str(target)]
+            [
+                compiler,
+                *_COMMON,
+                *flags.get(source.stem, ()),
+                f"-I{mlx / 'include'}",
+                "-c",
+                str(source),
+                "-o",
+                str(target),
+            ]
             for source, target in zip(sources, objects, strict=True)
         ]
         with ThreadPoolExecutor(usable_cores()) as pool:
@@ -106,10 +123,19 @@ def _compile(compiler: str, library: Path) -> None:
         os.replace(made, library)
 
 
-def _flags(source: Path) -> tuple[str, ...]:
-    if platform.machine() in ("x86_64", "AMD64"):
-        return _ISA.get(source.stem, ())
-    return ("-mcpu=native",) if source.stem == "baseline" else ()
+def _isa_flags(every: bool) -> dict[str, tuple[str, ...]]:
+    """The compiler's flags for each source of kernels: those of instruction sets that are not needed are left out."""
+    if platform.machine() not in ("x86_64", "AMD64"):
+        return {"baseline": ("-mcpu=native",)}
+    has = _features()
+    best = next(name for name, (_, needs) in _ISA.items() if needs <= has)
+    return {name: flags if every or name == best else (_LEFT_OUT,) for name, (flags, _) in _ISA.items()}
+
+
+def _features() -> set[str]:
+    """Of the processor, as Linux calls them."""
+    line = next((line for line in _cpu().splitlines() if line.startswith("flags")), "")
+    return set(line.partition(":")[2].split())
 
 
 def _run(command: list[str]) -> None:
@@ -148,7 +174,7 @@ def _cpu() -> str:
     except OSError:
         return platform.processor()
     wanted = ("model name", "flags", "Features", "CPU part")
-    return "".join(dict.fromkeys(line for line in lines if line.startswith(wanted)))
+    return "\n".join(dict.fromkeys(line for line in lines if line.startswith(wanted)))
 
 
 @contextmanager

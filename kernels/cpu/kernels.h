@@ -103,8 +103,9 @@ struct Kernels {
   float (*weights)(const float* x, int64_t count, float top, float temperature, float least, float* out);
 };
 
+// Null where they were left out, or where the compiler does not target x86-64.
 const Kernels* baseline_kernels();
-const Kernels* avx2_kernels();        // null where the compiler does not target x86-64
+const Kernels* avx2_kernels();
 const Kernels* avx512_kernels();      // AVX-512 without VNNI
 const Kernels* avx512vnni_kernels();
 

@@ -23,7 +23,7 @@ def require_compiler() -> None:
 
 def built() -> Path:
     require_compiler()
-    return build(Path(platformdirs.user_cache_dir("metalctl", appauthor=False)) / "kernels", print).library
+    return build(Path(platformdirs.user_cache_dir("metalctl", appauthor=False)) / "kernels", print, every=True).library
 
 
 def each_isa(isa: str) -> Iterator[str]:
