@@ -30,8 +30,10 @@ from metalctl.engine.errors import ContextLengthError, UsageError
 from metalctl.engine_start import find_model, kernel_cache
 from metalctl.server.answers import Answer
 from metalctl.server.body import Parameters, read
+from metalctl.server.durations import keep_alive
 from metalctl.server.errors import ApiError, bad_request
 from metalctl.server.models import ModelSpec, ServedModel
+from metalctl.server.ollama.types import KeepAlive
 from metalctl.server.service import Service
 from metalctl.server.streaming import until_disconnect
 
@@ -84,7 +86,7 @@ class OllamaEmbedRequest(Parameters):
     input: str | _Texts
     truncate: Annotated[bool | None, Field(description="Cut texts that are too long; false refuses them.")] = None
     dimensions: Annotated[int | None, Field(ge=1)] = None
-    keep_alive: Annotated[str | int | float | None, Field(description="How long the model stays loaded.")] = None
+    keep_alive: KeepAlive = None
     options: Annotated[dict[str, Any] | None, Field(max_length=0, description="Has none.")] = None
 
 
@@ -167,7 +169,7 @@ async def rerank(service: Service, request: Request) -> Response:
 async def ollama_embed(service: Service, request: Request) -> Response:
     asked = await read(request, OllamaEmbedRequest)
     inputs = [asked.input] if isinstance(asked.input, str) else asked.input
-    async with _used(service, asked.model) as model:
+    async with _used(service, asked.model, keep_alive(asked.keep_alive)) as model:
         maker = _embedder(model)
         _check_dimensions(maker, asked.dimensions)
         prepared = asyncio.to_thread(_prepare_all, maker, inputs, maker.prompt(), asked.truncate is not False)
@@ -181,9 +183,9 @@ async def ollama_embed(service: Service, request: Request) -> Response:
 
 
 @asynccontextmanager
-async def _used(service: Service, name: str | None) -> AsyncIterator[ServedModel]:
+async def _used(service: Service, name: str | None, keep_alive: float | None = None) -> AsyncIterator[ServedModel]:
     """The model, with one place in its queue taken."""
-    async with service.manager.use(name) as model:
+    async with service.manager.use(name, keep_alive) as model:
         model.take(1)
         try:
             yield model

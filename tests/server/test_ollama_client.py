@@ -93,6 +93,11 @@ def test_logprobs(client):
     assert [len(token.top_logprobs) for token in answer.logprobs] == [2, 2, 2]
 
 
+def test_keep_alive_of_ages_is_for_ever(client):
+    client.generate("tiny", keep_alive=1e14)
+    assert client.ps().models[0].expires_at.year == 9999
+
+
 def test_keep_alive_of_zero_unloads():
     with running(lambda spec: served("s", tiny_engine()), "s", limits=Limits()) as server:
         client = ollama.Client(server.url)
@@ -115,6 +120,8 @@ def test_keep_alive_of_zero_unloads():
         ({"options": {"num_ctx": 10**6}}, 400, "holds 2048"),
         ({"options": {"num_ctx": 2}}, 400, "num_ctx is 2"),
         ({"options": {"colour": 1}}, 400, "colour"),
+        ({"keep_alive": "soon"}, 400, "not a time"),
+        ({"keep_alive": 1e300}, 400, "keep_alive"),
         ({"think": True}, 400, "reasoning"),
         ({"messages": [{"role": "user", "content": "x", "images": ["aGk="]}]}, 400, "images"),
     ],

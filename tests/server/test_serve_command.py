@@ -140,7 +140,16 @@ def test_keys_come_from_options_and_file(tmp_path):
 
 @pytest.mark.parametrize(
     ("text", "seconds"),
-    [("5m", 300), ("90s", 90), ("1h30m", 5400), ("300", 300), ("0", 0), ("-1", FOR_EVER), ("1.5s", 1.5)],
+    [
+        ("5m", 300),
+        ("90s", 90),
+        ("1h30m", 5400),
+        ("300", 300),
+        ("0", 0),
+        ("-1", FOR_EVER),
+        ("1.5s", 1.5),
+        ("99999999999h", FOR_EVER),
+    ],
 )
 def test_times_are_read(text, seconds):
     assert parse_seconds(text) == seconds

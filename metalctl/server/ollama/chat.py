@@ -10,12 +10,11 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response
 
 from metalctl.engine import grammar as grammars
-from metalctl.engine.errors import UsageError
 from metalctl.engine.sequence import TokenLogprobs, Usage
 from metalctl.server.body import check, read
 from metalctl.server.chat import Answer, Chat, End
 from metalctl.server.chat_format.pieces import Call, Words
-from metalctl.server.durations import FOR_EVER, parse_seconds
+from metalctl.server.durations import keep_alive
 from metalctl.server.errors import bad_request, body, translate
 from metalctl.server.ollama.types import (
     REFUSED_GENERATE,
@@ -68,7 +67,7 @@ async def _answer(service: Service, request: HttpRequest, asked: Request, task: 
         task,
         whole=writer.whole,
         pieces=writer.lines if streams else None,
-        keep_alive=_keep_alive(asked),
+        keep_alive=keep_alive(asked.keep_alive),
         silence=None,
         media_type=_NDJSON,
     )
@@ -76,9 +75,9 @@ async def _answer(service: Service, request: HttpRequest, asked: Request, task: 
 
 async def _load_only(service: Service, asked: Request, empty: dict[str, Any]) -> Response:
     """Without a prompt the model is loaded, or unloaded by a keep_alive of 0."""
-    keep_alive = _keep_alive(asked)
-    async with service.manager.use(asked.model, keep_alive) as model:
-        reason = "unload" if keep_alive == 0 else "load"
+    seconds = keep_alive(asked.keep_alive)
+    async with service.manager.use(asked.model, seconds) as model:
+        reason = "unload" if seconds == 0 else "load"
         return JSONResponse({"model": model.name, "created_at": _now(), **empty, "done": True, "done_reason": reason})
 
 
@@ -114,17 +113,6 @@ def _effort(think: bool | str | None) -> str | None:
     if isinstance(think, bool):
         return "medium" if think else "none"
     return think
-
-
-def _keep_alive(asked: Request) -> float | None:
-    if asked.keep_alive is None:
-        return None
-    if isinstance(asked.keep_alive, str):
-        try:
-            return parse_seconds(asked.keep_alive)
-        except UsageError as error:
-            raise bad_request(error.message, "keep_alive") from None
-    return FOR_EVER if asked.keep_alive < 0 else float(asked.keep_alive)
 
 
 def _message(message: Message) -> dict[str, Any]:

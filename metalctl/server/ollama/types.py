@@ -40,6 +40,11 @@ REFUSED_OPTIONS = {
 }
 
 
+KeepAlive = Annotated[
+    Annotated[float, Field(ge=-1e15, le=1e15)] | str | None, Field(description="As 300, 5m, or -1 for ever.")
+]
+
+
 class Options(Parameters):
     temperature: Annotated[float | None, Field(ge=0, le=100)] = None
     top_k: Annotated[int | None, Field(ge=0, le=2**31)] = None
@@ -92,7 +97,7 @@ class Request(Parameters):
     stream: Annotated[bool | None, Field(description="True when left out.")] = None
     options: Annotated[dict[str, Any] | None, Field(description="See the table of options.")] = None
     format: Annotated[Literal["", "json"] | dict[str, Any] | None, Field(description="JSON, or its schema.")] = None
-    keep_alive: Annotated[float | int | str | None, Field(description="As 300, 5m, or -1 for ever.")] = None
+    keep_alive: KeepAlive = None
     think: bool | Literal["low", "medium", "high", "max"] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int | None, Field(ge=0, le=100)] = None
