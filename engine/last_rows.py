@@ -22,7 +22,9 @@ class LastRows:
         self.active = False
         for parent in model.modules():
             for name, child in list(parent.children().items()):
-                if name in _HEADS and isinstance(child, (nn.Linear, nn.QuantizedLinear)):
+                if isinstance(child, _Head):  # of an engine before
+                    child.watch(self)
+                elif name in _HEADS and isinstance(child, (nn.Linear, nn.QuantizedLinear)):
                     setattr(parent, name, _Head(child, self))
         for module in model.modules():
             if isinstance(module, (nn.Embedding, nn.QuantizedEmbedding)):
@@ -45,6 +47,9 @@ class _Head(nn.Module):
     def __init__(self, inner: nn.Module, rows: LastRows):
         super().__init__()
         self.inner = inner
+        self.watch(rows)
+
+    def watch(self, rows: LastRows) -> None:
         object.__setattr__(self, "_rows", rows)
 
     def __call__(self, hidden: mx.array) -> mx.array:

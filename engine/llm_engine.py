@@ -8,7 +8,9 @@ from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
+import mlx.nn as nn
 from mlx.utils import tree_flatten
+from mlx_lm.models.cache import make_prompt_cache
 
 from metalctl.engine import attention
 from metalctl.engine.cache.block_manager import BlockManager
@@ -16,6 +18,7 @@ from metalctl.engine.cache.block_pool import BlockPool
 from metalctl.engine.cache.layout import read_layout
 from metalctl.engine.config import EngineConfig
 from metalctl.engine.errors import ContextLengthError, UsageError
+from metalctl.engine.last_rows import LastRows
 from metalctl.engine.memory import device_memory, plan
 from metalctl.engine.model_runner import InFlight, ModelRunner
 from metalctl.engine.models.checkpoint import LoadedModel
@@ -29,6 +32,7 @@ from metalctl.engine.sequence import (
     TokenLogprobs,
 )
 from metalctl.engine.text_stream import TextStream
+from metalctl.kernels import dispatch
 
 if TYPE_CHECKING:
     from metalctl.engine.grammar import TokenGrammar
@@ -72,6 +76,7 @@ class LLMEngine:
         self.loaded = loaded
         self.tokenizer = loaded.tokenizer
         attention.install()
+        last_rows = LastRows(loaded.model)
         self.layout = layout = read_layout(loaded.model, _DTYPES.get(config.kv_cache_dtype))
         self.vocab_size = _vocab_size(loaded)
         chunk = chunk_size(config.max_num_batched_tokens, config.block_size)
@@ -80,7 +85,7 @@ class LLMEngine:
             config,
             loaded.context_length,
             weights=_parameter_bytes(loaded),
-            forward=_forward_bytes(loaded, config, self.vocab_size),
+            forward=_forward_bytes(loaded, config, self.vocab_size, last_rows),
             device=device_memory(),
         )
         self.max_model_len = self.memory.max_model_len
@@ -103,7 +108,7 @@ class LLMEngine:
         sampler = Sampler(loaded.tokenizer.eos_token_ids)
         batch_prefill = False if config.prefix_cache == "exact" else config.batch_prefill
         self.runner = ModelRunner(
-            loaded.model, layout, self.blocks, sampler, config.compile_decode, batch_prefill=batch_prefill
+            loaded.model, layout, self.blocks, sampler, last_rows, config.compile_decode, batch_prefill
         )
         self._sequences: dict[str, Sequence] = {}
         self._texts: dict[str, TextStream] = {}
@@ -365,9 +370,23 @@ def _parameters(loaded: LoadedModel) -> list[mx.array]:
     return list(dict(tree_flatten(loaded.model.parameters())).values())
 
 
-def _forward_bytes(loaded: LoadedModel, config: EngineConfig, vocab_size: int) -> int:
-    """An upper bound on what one step needs beside weights and cache: logits and their copies in the sampler for
-    every sequence, and for a chunk's tokens some arrays as wide as the widest layer."""
+def _forward_bytes(loaded: LoadedModel, config: EngineConfig, vocab_size: int, last_rows: LastRows) -> int:
+    """What one step needs beside weights and cache: logits and their copies in the sampler for every sequence, and one
+    chunk's forward, measured. On a CPU, where that would take longer than a start may, an upper bound of it: some
+    arrays as wide as the widest layer for each token."""
+    sampling = 4 * 6 * config.max_num_seqs * vocab_size
+    if dispatch.platform() != "cpu":
+        return sampling + measured_forward(loaded.model, config.max_num_batched_tokens, last_rows)
     matrices = [array.shape for array in _parameters(loaded) if array.ndim >= 2]
     width = max((max(shape[-2:]) for shape in matrices if vocab_size not in shape), default=1)
-    return 4 * (6 * config.max_num_seqs * vocab_size + 8 * config.max_num_batched_tokens * width)
+    return sampling + 4 * 8 * config.max_num_batched_tokens * width
+
+
+def measured_forward(model: nn.Module, length: int, last_rows: LastRows) -> int:
+    """Bytes that a forward of `length` tokens takes at its peak, its K and V included."""
+    mx.synchronize()
+    before = mx.get_active_memory()
+    mx.reset_peak_memory()
+    with last_rows.only(True):
+        mx.eval(model(mx.zeros((1, length), mx.int32), cache=make_prompt_cache(model)))
+    return max(0, int(mx.get_peak_memory()) - before)

@@ -49,6 +49,7 @@ class ModelRunner:
         layout: CacheLayout,
         blocks: BlockManager,
         sampler: Sampler,
+        last_rows: LastRows,
         compile_decode: bool | None = None,
         batch_prefill: bool | None = None,
     ):
@@ -61,7 +62,7 @@ class ModelRunner:
         if axes is not None:
             self.caches.use_mask_axes(axes)
         self._has_states = layout.has_states
-        self._last_rows = LastRows(model)
+        self._last_rows = last_rows
         on_gpu = dispatch.platform() != "cpu"
         compiles = on_gpu if compile_decode is None else compile_decode
         batches = on_gpu if batch_prefill is None else batch_prefill

@@ -5,6 +5,8 @@ import pytest
 from metalctl.engine.cache.layout import read_layout
 from metalctl.engine.config import EngineConfig
 from metalctl.engine.errors import OutOfMemoryError
+from metalctl.engine.last_rows import LastRows
+from metalctl.engine.llm_engine import measured_forward
 from metalctl.engine.memory import DeviceMemory, device_memory, plan
 from tests.engine.architectures import zoo
 from tiny import build
@@ -72,6 +74,25 @@ def test_windows_and_shared_layers_are_charged_for_what_they_keep():
     config = EngineConfig(kv_cache_bytes=3_000_000, max_num_batched_tokens=32)
     plans = [plan(x, config, 1 << 20, weights=0, forward=0, device=GPU) for x in (full, windowed)]
     assert plans[1].max_model_len > 2 * plans[0].max_model_len
+
+
+def test_a_forward_is_measured_by_running_it():
+    model = build("llama")
+    rows = LastRows(model)
+    short, long = (measured_forward(model, length, rows) for length in (16, 512))
+    assert 0 < short < long
+    assert long >= 512 * PER_TOKEN  # its K and V at least
+
+
+def test_a_second_engine_over_a_model_computes_the_last_position_only_too():
+    import mlx.core as mx
+
+    model = build("llama")
+    for _ in range(2):
+        rows = LastRows(model)
+        with rows.only(True):
+            assert model(mx.zeros((1, 9), mx.int32)).shape == (1, 1, 128)
+        assert model(mx.zeros((1, 9), mx.int32)).shape == (1, 9, 128)
 
 
 def test_this_machine_has_memory():
