@@ -1,5 +1,6 @@
 """The compiled decode step brings the tokens of the ordinary one, and is compiled for a few shapes only."""
 
+import mlx.core as mx
 import pytest
 
 from driving import assert_nothing_held, drain, engine, tokens
@@ -8,6 +9,12 @@ from metalctl.engine.sequence import SamplingParams
 from metalctl.kernels import dispatch
 from tests.engine.architectures import zoo
 from tiny import prompt, reference
+
+
+@pytest.fixture(autouse=True)
+def compiling():
+    """Whatever a test before has switched off: loading the CPU kernels does, for all of MLX."""
+    mx.enable_compile()
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma3_text", "qwen3_next", "nemotron_h", "gpt_oss"])
