@@ -75,8 +75,10 @@ def find_model(invocation: Invocation, reference: str) -> "Checkpoint":
 
 def before_mlx(output: Output) -> None:
     """What has an effect only before mlx is imported for the first time."""
+    from metalctl.engine import heap
     from metalctl.kernels import blas
 
+    heap.map_large_blocks()
     # MLX's CUDA backend ends the process when it has met twice as many shapes of graphs as it keeps.
     os.environ.setdefault("MLX_CUDA_GRAPH_CACHE_SIZE", "4000")
     library = blas.preload()
@@ -101,7 +103,7 @@ def _loader(
     """What the engine's thread does first. Leaves the model in `loaded`, for what is known of it besides the engine."""
 
     def load() -> "LLMEngine":
-        from metalctl.engine import acceleration
+        from metalctl.engine import acceleration, heap
         from metalctl.engine.llm_engine import LLMEngine
         from metalctl.engine.models.loader import load as load_model
 
@@ -114,6 +116,7 @@ def _loader(
                 max_model_len=config.max_model_len,
             )
         )
+        heap.trim()
         return LLMEngine(loaded[0], config)
 
     return load

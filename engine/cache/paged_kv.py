@@ -48,12 +48,14 @@ class PagedKVCache(_BaseCache):  # type: ignore[misc]
         self.values_pool = mx.zeros((0, *self.layer.value_shape), self.layer.dtype)
 
     def resize(self, num_blocks: int) -> None:
-        """Grow the pools to so many blocks; what they hold stays."""
+        """Grow the pools to so many blocks; what they hold stays. Waits until they have grown, so that the smaller ones
+        are gone before another layer's grow."""
         tokens = num_blocks * self.block_size
         missing = tokens - self.keys_pool.shape[0]
         if missing > 0:
             self.keys_pool = _extended(self.keys_pool, missing)
             self.values_pool = _extended(self.values_pool, missing)
+            mx.eval(self.keys_pool, self.values_pool)
 
     # -- towards the model
 
@@ -85,7 +87,9 @@ class PagedKVCache(_BaseCache):  # type: ignore[misc]
         window = min(filter(None, (window_size, context.window)), default=None)
         if forward.is_batch:
             mask = _narrowed(context, forward, window_size)
-            return self._given(mask.reshape(-1, *[1] * (self.mask_axes - 3), *mask.shape[-2:]), window)
+            if self.mask_axes != mask.ndim:
+                mask = mask.reshape(-1, *[1] * (self.mask_axes - 3), *mask.shape[-2:])
+            return self._given(mask, window)
         offset = int(forward.offset) - context.start
         if window is not None and offset + N > window:
             return self._given(create_causal_mask(N, offset, window_size=window), window)
@@ -181,10 +185,9 @@ class PagedKVCache(_BaseCache):  # type: ignore[misc]
         blocks = pool.reshape(-1, self.block_size, *pool.shape[1:])[context.read]
         batch, count, size, heads, width = blocks.shape
         tokens = blocks.reshape(batch, count * size, heads, width)
-        if context.mask is not None:
+        if context.seen is not None:
             # What nobody sees may be of a sequence that left there something not finite, which 0 times is no 0.
-            seen = context.mask.any(axis=(1, 2))
-            return mx.where(seen[:, :, None, None], tokens, 0).transpose(0, 2, 1, 3)
+            return mx.where(context.seen, tokens, 0).transpose(0, 2, 1, 3)
         return tokens[:, context.skip : context.skip + context.length].transpose(0, 2, 1, 3)
 
 
@@ -193,7 +196,8 @@ def _write(pool: mx.array, where: slice | mx.array, new: mx.array) -> None:
     batch, heads, length, width = new.shape
     if width == 0:  # K without V: an index that the model searches
         return
-    pool[where] = new.transpose(0, 2, 1, 3).reshape(batch * length, heads, width).astype(pool.dtype)
+    by_token = new if length == 1 else new.transpose(0, 2, 1, 3)
+    pool[where] = by_token.reshape(batch * length, heads, width).astype(pool.dtype)
 
 
 def _extended(pool: mx.array, missing: int) -> mx.array:

@@ -21,7 +21,7 @@ def describe() -> dict[str, Any]:
         "chip": _chip(),
         "cores": usable_cores(),
         "memory": psutil.virtual_memory().total,
-        "os": platform.platform(),
+        "os": _system(),
         "power": _power(),
         "python": platform.python_version(),
         "metalctl": __version__,
@@ -49,6 +49,17 @@ def _version(package: str) -> str | None:
         return version(package)
     except PackageNotFoundError:
         return None
+
+
+def _system() -> str:
+    """The system by the name that its users know, and the architecture."""
+    if sys.platform == "darwin":
+        return f"macOS {platform.mac_ver()[0]} {platform.machine()}"
+    try:
+        name = platform.freedesktop_os_release()["PRETTY_NAME"]
+    except OSError:
+        name = platform.system()
+    return f"{name} {platform.machine()}"
 
 
 def _chip() -> str:

@@ -36,7 +36,26 @@ def table(text: str) -> tuple[str, str]:
     return machine, rows
 
 
-def report(reference: str, repeats: int, peers: list[str]) -> str:
+def besides(reference: str, repeats: int, peers: list[str]) -> list[str]:
+    """A section on another model, beside the peers that are fast enough to wait for."""
+    others = [word for peer in peers if peer != "mlx-lm" for word in ("--compare", peer)]
+    _, rows = table(bench(reference, "-p", "128", "-n", "32", "-r", str(repeats), *others))
+    return ["", f"`{Path(reference).name}`, in the same way:", "", rows]
+
+
+def memory(reference: str) -> str:
+    """A line on what is resident, with a cache of 600 MB that eight long prompts fill."""
+    script = str(Path(__file__).parent / "memory.py")
+    command = [sys.executable, script, reference, "--cache-bytes", "600000000"]
+    found = json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()[-1])
+    return (
+        f"`{Path(reference).name}`, a file of {found['file']:.0f} MB: {found['loaded']:.0f} MB resident once loaded, "
+        f"{found['peak']:.0f} MB at most with a cache of {found['cache_budget']:.0f} MB that is full: "
+        f"{found['share']:.2f} of 1.3 times the file and the cache."
+    )
+
+
+def report(reference: str, repeats: int, peers: list[str], also: list[str]) -> str:
     compare = [word for peer in peers for word in ("--compare", peer)]
     machine, matrix = table(bench(reference, "-p", "128", "-n", "32", "-r", str(repeats), *compare))
     _, deeper = table(bench(reference, "-p", "512", "-n", "128", "-d", "0,1024", "-r", str(repeats)))
@@ -56,6 +75,7 @@ def report(reference: str, repeats: int, peers: list[str]) -> str:
             "Beside other programs, on the same weights, in turn:",
             "",
             matrix,
+            *(line for other in also for line in besides(other, repeats, peers)),
             "",
             "Longer, and behind tokens that are in the cache already:",
             "",
@@ -68,6 +88,8 @@ def report(reference: str, repeats: int, peers: list[str]) -> str:
             "A server under load, prompts of 128 random tokens and answers of 64:",
             "",
             served,
+            "",
+            "Memory: " + " ".join(memory(model) for model in (reference, *also)),
             "",
             f"Perplexity over {exact['tokens']} tokens is {exact['perplexity']:.3f}, against "
             f"{exact['perplexity_float32']:.3f} with the same weights in float32 ({exact['difference']:+.2%}). Of "
@@ -82,11 +104,12 @@ def main() -> None:
     parser.add_argument("reference", nargs="?", default="smollm2")
     parser.add_argument("--repeats", "-r", type=int, default=5)
     parser.add_argument("--peer", action="append", default=[], choices=["mlx-lm", "llama.cpp"])
+    parser.add_argument("--also", action="append", default=[], metavar="REF", help="a further model, more briefly")
     arguments = parser.parse_args()
     text = DOCUMENT.read_text(encoding="utf-8")
     before, rest = text.split(BEGIN)
     after = rest.split(END)[1]
-    measured = report(arguments.reference, arguments.repeats, arguments.peer)
+    measured = report(arguments.reference, arguments.repeats, arguments.peer, arguments.also)
     DOCUMENT.write_text(f"{before}{BEGIN}\n\n{measured}\n\n{END}{after}", encoding="utf-8")
 
 
