@@ -12,7 +12,7 @@ import mlx.nn as nn
 
 from metalctl.engine.cache.block_manager import BlockTable, Group
 from metalctl.engine.cache.cache_set import CacheSet
-from metalctl.engine.cache.forward import BatchArrays
+from metalctl.engine.cache.forward import BatchArrays, BatchTables
 
 
 class CompiledDecode:
@@ -24,6 +24,7 @@ class CompiledDecode:
     def __init__(self, model: nn.Module, caches: CacheSet, groups: Many[Group]):
         self._caches = caches
         self._groups = tuple(groups)
+        self._tables = BatchTables(groups, caches.block_size, padded_width, padded_rows)
         self._step: Callable[..., tuple[mx.array, list[mx.array]]] = mx.compile(self._traced)
         self._model = model
         mx.eval(held_arrays(model))
@@ -36,8 +37,7 @@ class CompiledDecode:
         rows = padded_rows(count)
         if rows > count:
             tokens = mx.concatenate([tokens, mx.zeros((rows - count,), tokens.dtype)])
-        size = self._caches.block_size
-        arrays = BatchArrays.of(self._groups, tables, size, offsets, slots, None, padded_width, rows)
+        arrays = self._tables.arrays(tables, offsets, slots)
         no_slots = mx.zeros((0,), mx.int32)
         logits, pools = self._step(
             tokens,

@@ -213,7 +213,8 @@ class LLMEngine:
             if sequence.finished:
                 continue
             sequence.token_ids[index] = token
-            self.scheduler.isolated.discard(sequence)
+            if self.scheduler.isolated:
+                self.scheduler.isolated.discard(sequence)
             try:
                 outputs.append(self._output(sequence, index, details[row] if details else None))
             except Exception as error:  # noqa: BLE001  in its detokenizer, say: it ends, the others go on

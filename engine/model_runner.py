@@ -11,7 +11,7 @@ from metalctl.engine.cache import forward
 from metalctl.engine.cache.batching import batch_mask_axes
 from metalctl.engine.cache.block_manager import BlockManager
 from metalctl.engine.cache.cache_set import CacheSet
-from metalctl.engine.cache.forward import Forward
+from metalctl.engine.cache.forward import BatchTables, Forward
 from metalctl.engine.cache.layout import CacheLayout
 from metalctl.engine.compiled_decode import CompiledDecode
 from metalctl.engine.last_rows import LastRows
@@ -57,6 +57,7 @@ class ModelRunner:
         self.blocks = blocks
         self.sampler = sampler
         self.caches = CacheSet(layout, blocks.block_size)
+        self._tables = BatchTables(blocks.groups, blocks.block_size)
         axes = batch_mask_axes(model, layout)
         self.decodes_as_batch = axes is not None
         if axes is not None:
@@ -111,7 +112,7 @@ class ModelRunner:
         offsets = [sequence.num_cached_tokens for sequence in sequences]
         if self._compiled is not None:
             return self._sent(self._compiled(tokens, tables, offsets, slots))
-        step = forward.batch(self.blocks.groups, tables, self.blocks.block_size, offsets, slots)
+        step = self._tables.arrays(tables, offsets, slots).forward(self.blocks.groups, self.blocks.block_size)
         return self._call(tokens[:, None], step)
 
     def _prefill(self, sequence: Sequence, prompt: list[tuple[Sequence, int, Logprobs]]) -> mx.array:
@@ -174,15 +175,16 @@ class ModelRunner:
 
     def _last_tokens(self, sequences: Many[Sequence]) -> mx.array:
         """The last token of each sequence, int32 `[B]`, from the step under way where Python has not read it."""
-        known = mx.array([sequence.token_ids[-1] for sequence in sequences], mx.int32)
-        if all(sequence.token_ids[-1] != PENDING for sequence in sequences):
-            return known
+        last = [sequence.token_ids[-1] for sequence in sequences]
+        if PENDING not in last:
+            return mx.array(last, mx.int32)
         assert self._previous is not None and self._previous.sampled is not None
         tokens = self._previous.sampled.tokens
-        if len(sequences) == len(self._previous.rows) and all(map(_same, sequences, self._previous.rows)):
+        if sequences == self._previous.rows and last.count(PENDING) == len(last):
             return tokens
+        known = mx.array(last, mx.int32)
         row_of = {id(sequence): row for row, sequence in enumerate(self._previous.rows)}
-        rows = [row_of.get(id(s), 0) if s.token_ids[-1] == PENDING else 0 for s in sequences]
+        rows = [row_of.get(id(s), 0) if token == PENDING else 0 for s, token in zip(sequences, last, strict=True)]
         return mx.where(known == PENDING, tokens[mx.array(rows, mx.int32)], known)
 
     def _sample(self, logits: list[mx.array], rows: list[Sequence]) -> Sampled | None:
@@ -198,7 +200,3 @@ def _similar(batch: Many[Sequence], longest: int) -> bool:
     rows = len(batch) + 1
     used = sum(sequence.num_scheduled_tokens for sequence in batch) + longest
     return rows * longest * 2 <= used * 3 and rows * longest <= _MOST_TOKENS
-
-
-def _same(one: Sequence, other: Sequence) -> bool:
-    return one is other

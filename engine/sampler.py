@@ -2,9 +2,11 @@
 
 from collections.abc import Sequence as Many
 from dataclasses import dataclass
+from operator import is_
 
 import mlx.core as mx
 import numpy as np
+from numpy.typing import NDArray
 
 from metalctl.engine.sequence import PENDING, SamplingParams, Sequence
 from metalctl.kernels.sampling import draw
@@ -61,7 +63,7 @@ class Sampler:
         adjusted = self._adjust(raw, rows)
         tokens = mx.argmax(adjusted, axis=-1)
         if rows.any_random:
-            tokens = mx.where(rows.greedy, tokens, _draw(adjusted, rows, rows.keys(positions)))
+            tokens = mx.where(rows.greedy, tokens, rows.draw(adjusted, positions))
         tokens = tokens.astype(mx.int32)
         rows.count(tokens)
         self._last = (rows.sequences, tokens)
@@ -107,6 +109,7 @@ class _Rows:
         self.allowed = self._allowed()
         self.has_grammar = any(sequence.grammar is not None for sequence in sequences)
         self.penalties = _Penalties(sequences, width, last) if any(map(_is_penalised, params)) else None
+        self._unended = [i for i, p in enumerate(params) if p.min_tokens]  # that may have to go on
         self._banned = [(i, t) for i, p in enumerate(params) for t in p.banned_token_ids if t < width]
         self._seeds = np.array([sequence.seed % 2**64 for sequence in sequences], np.uint64)
         self._top = max((p.logprobs for p in params if p.logprobs is not None), default=None)
@@ -114,23 +117,31 @@ class _Rows:
 
     def still_holds(self, sequences: Many[Sequence]) -> bool:
         """Whether these rows are those of `sequences`, with every token counted that they have."""
-        if any(mine is not theirs for mine, theirs in zip(self.sequences, sequences, strict=True)):
+        if not all(map(is_, self.sequences, sequences)):
             return False
         return self.penalties is None or self.penalties.is_current(sequences)
 
-    def keys(self, positions: Many[int]) -> mx.array:
-        """A random key a row, uint32 `[N, 2]`, from seed and position (splitmix64's finaliser mixes the two)."""
+    def draw(self, logits: mx.array, positions: Many[int]) -> mx.array:
+        """One token a row from `logits` `[N, V]`."""
+        uniform = mx.array(self._uniform(positions))
+        settings = (self.temperature, self.top_k, self.top_p, self.min_p)
+        return draw(logits, *settings, uniform, keeps_all=not self.any_filter)
+
+    def _uniform(self, positions: Many[int]) -> NDArray[np.float32]:
+        """A random number in [0, 1) a row, `[N, 1]`, from seed and position: the generator splitmix64 (Steele, Lea and
+        Flood 2014, doi 10.1145/2660193.2660195), which yields its n-th number without those before."""
         with np.errstate(over="ignore"):
             x = self._seeds + np.array(positions, np.uint64) * np.uint64(0x9E3779B97F4A7C15)
             x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
             x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
             x ^= x >> np.uint64(31)
-        return mx.array(x.view(np.uint32).reshape(-1, 2))
+        return ((x >> np.uint64(40)).astype(np.float32) * np.float32(2**-24))[:, None]
 
     def banned(self, eos: list[int]) -> tuple[mx.array, mx.array] | None:
         """(row, token) pairs that cannot be sampled in this step."""
         pairs = self._banned
-        for row, sequence in enumerate(self.sequences):
+        for row in self._unended:
+            sequence = self.sequences[row]
             params = sequence.params
             if sequence.num_output_tokens < params.min_tokens:
                 pairs = pairs + [(row, t) for t in (*eos, *params.stop_token_ids) if t < self.width]
@@ -235,13 +246,6 @@ def logprobs(logits: mx.array, tokens: mx.array, top: int, requested: mx.array) 
 
 def _is_penalised(params: SamplingParams) -> bool:
     return bool(params.repetition_penalty != 1 or params.presence_penalty or params.frequency_penalty)
-
-
-def _draw(logits: mx.array, rows: _Rows, keys: mx.array) -> mx.array:
-    """One token a row from `logits` `[N, V]`, with `keys` `[N, 2]`."""
-    uniform = mx.vmap(lambda key: mx.random.uniform(key=key))(keys)[:, None]
-    keeps_all = not rows.any_filter
-    return draw(logits, rows.temperature, rows.top_k, rows.top_p, rows.min_p, uniform, keeps_all=keeps_all)
 
 
 def _column(values: Many[float]) -> mx.array:

@@ -64,8 +64,9 @@ class Scheduler:
         budget = self._schedule_chunks(output, budget)
         if len(self.running) == before:  # nobody was preempted
             self._admit(output, budget)
-        for sequence in output.sequences:
-            self.blocks.checkpoint(sequence)
+        if self.blocks.states is not None:
+            for sequence in output.sequences:
+                self.blocks.checkpoint(sequence)
         output.restores, self.blocks.restores = self.blocks.restores, []
         output.checkpoints, self.blocks.checkpoints = self.blocks.checkpoints, []
         return output
@@ -114,8 +115,10 @@ class Scheduler:
     # -- inner
 
     def _schedule_decodes(self, output: SchedulerOutput) -> None:
-        for sequence in [s for s in self.running if s.num_new_tokens == 1 and not s.needs_last_token]:
-            if sequence.status is Status.RUNNING and self._wants_more(sequence) and self._place(sequence, 1, output):
+        for sequence in self.running[:]:
+            if sequence.num_new_tokens != 1 or sequence.needs_last_token or sequence.status is not Status.RUNNING:
+                continue
+            if self._wants_more(sequence) and self._place(sequence, 1, output):
                 output.decodes.append(sequence)
 
     def _schedule_chunks(self, output: SchedulerOutput, budget: int) -> int:
@@ -172,10 +175,8 @@ class Scheduler:
 
     def _wants_more(self, sequence: Sequence) -> bool:
         """False for one whose last token is being sampled already: it has reached a limit that is known beforehand."""
-        limit = sequence.params.max_tokens
-        if limit is not None and sequence.num_output_tokens >= limit:
-            return False
-        return sequence.num_tokens < self.max_model_len
+        tokens, limit = len(sequence.token_ids), sequence.params.max_tokens
+        return tokens < self.max_model_len and (limit is None or tokens - sequence.num_prompt_tokens < limit)
 
     def _chunk_length(self, sequence: Sequence) -> int:
         """Tokens up to the next absolute multiple of the chunk size, the prompt's last whole block (before its last

@@ -99,7 +99,7 @@ class Usage:
     preemptions: int = 0
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # one is made for every token: frozen, that takes four times as long
 class RequestOutput:
     """What a step brought for one request. The pieces of `text` of a request, joined, are its answer."""
 
@@ -167,7 +167,7 @@ class Sequence:
     @property
     def num_new_tokens(self) -> int:
         """Tokens that are not in the cache yet: 1 while decoding."""
-        return self.num_tokens - self.num_cached_tokens
+        return len(self.token_ids) - self.num_cached_tokens
 
     @property
     def needs_last_token(self) -> bool:
@@ -177,7 +177,7 @@ class Sequence:
     @property
     def samples(self) -> bool:
         """Whether the present step reaches the sequence's end, so that it yields a token."""
-        return self.num_cached_tokens + self.num_scheduled_tokens == self.num_tokens
+        return self.num_cached_tokens + self.num_scheduled_tokens == len(self.token_ids)
 
     @property
     def finished(self) -> bool:

@@ -63,6 +63,7 @@ class _Holding:
     slot: int = NULL
     hashes: list[bytes] = field(default_factory=list)  # of each whole block whose tokens are known
     published: int = 0  # blocks that have been offered to the prefix cache
+    settled: int = 0  # up to so many tokens there is nothing to allocate, publish or let go of
     checkpoints: list[tuple[int, int]] = field(default_factory=list)  # (blocks before it, slot), not yet findable
     rolling: bytes | None = None  # the newest checkpoint made while decoding, replaced by the next
 
@@ -111,6 +112,11 @@ class BlockManager:
         return {holding.slot for holding in self._holdings.values()}
 
     @property
+    def capacities(self) -> list[int]:
+        """Entries of each pool, the one of states last."""
+        return [pool.capacity for pool in (*self.pools, *((self.states,) if self.states else ()))]
+
+    @property
     def num_holders(self) -> int:
         return len(self._holdings)
 
@@ -128,13 +134,18 @@ class BlockManager:
 
     def extend(self, sequence: Sequence, spread: bool = False) -> None:
         """Make room for the scheduled tokens, and let go of what has left the windows. Raises PoolExhausted."""
-        needed = -(-(sequence.num_cached_tokens + sequence.num_scheduled_tokens) // self.block_size)
+        holding = self._holdings[sequence.request_id]
+        tokens = sequence.num_cached_tokens + sequence.num_scheduled_tokens
+        if tokens <= holding.settled:
+            return
+        needed = -(-tokens // self.block_size)
         self.publish(sequence)
         self._slide(sequence)
-        for pool, table in zip(self.pools, self.tables(sequence), strict=True):
+        for pool, table in zip(self.pools, holding.tables, strict=True):
             while table.end < needed:
                 after = table.blocks[-1] if table.blocks else None
                 table.blocks.append(pool.allocate(after, spread))
+        holding.settled = self._next_change(sequence.num_cached_tokens)
 
     def release(self, sequence: Sequence) -> None:
         """Take everything back; what has been published stays findable until it is evicted."""
@@ -250,6 +261,15 @@ class BlockManager:
             while table.first < keep and table.blocks:
                 pool.release(table.blocks.pop(0))
                 table.first += 1
+
+    def _next_change(self, cached: int) -> int:
+        """The number of cached tokens, more than `cached`, at which a block is full or has left a window."""
+        size = self.block_size
+        changes = [cached // size * size + size]
+        for group in self.groups:
+            if group.window is not None:
+                changes.append((group.first_visible(cached) // size + 1) * size + group.window - 1)
+        return min(changes)
 
     def _publish_checkpoints(self, sequence: Sequence, holding: _Holding, whole: int) -> None:
         waiting = []

@@ -24,6 +24,8 @@ class CacheSet:
         self.states: list[RecurrentState] = []
         self.own: list[OwnCache] = []
         self._views = [self._view(layer) for layer in layout.layers]
+        self._all: list[PagedKVCache | RecurrentState | OwnCache] = [*self.kv, *self.states, *self.own]
+        self._capacities: list[int] = []  # of the pools, as they were grown last
 
     @property
     def arrays(self) -> list[mx.array]:
@@ -60,13 +62,17 @@ class CacheSet:
 
     def grow(self, blocks: BlockManager) -> None:
         """Give every pool the entries that its owner counts on."""
+        for own in self.own:
+            own.keep(blocks.slots)
+        capacities = blocks.capacities
+        if capacities == self._capacities:
+            return
         for cache in self.kv:
             cache.resize(blocks.pools[cache.layer.group].capacity)
         if blocks.states is not None:
             for state in self.states:
                 state.resize(blocks.states.capacity)
-            for own in self.own:
-                own.keep(blocks.slots)
+        self._capacities = capacities
 
     def copy(self, copies: Many[StateCopy]) -> None:
         if copies:
@@ -75,13 +81,10 @@ class CacheSet:
 
     def clear(self) -> None:
         """Give all memory back, and with it everything that was kept."""
+        self._capacities = []
         for cache in self._all:
             cache.begin(None)
             cache.clear()
-
-    @property
-    def _all(self) -> list[PagedKVCache | RecurrentState | OwnCache]:
-        return [*self.kv, *self.states, *self.own]
 
     def _view(self, layer: Layer) -> Any:
         if isinstance(layer, KVLayer):

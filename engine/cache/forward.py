@@ -4,12 +4,16 @@ from collections.abc import Callable
 from collections.abc import Sequence as Many
 from dataclasses import dataclass, field
 from functools import cached_property
+from operator import is_
 
 import mlx.core as mx
 import numpy as np
+from numpy.typing import NDArray
 
 from metalctl.engine.cache.block_manager import BlockTable, Group
 from metalctl.engine.cache.block_pool import NULL
+
+Ints = NDArray[np.int32]
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,12 +28,12 @@ class Paged:
 
 @dataclass(frozen=True)
 class GroupContext:
-    """Where one group's layers write the new tokens and what they read.
+    """Where one group's layers write the new tokens and what they read. What not every layer asks for is made when the
+    first one does, and read by all.
 
     `write`: the pool's token slots for the new tokens, `[B * L]` int32, or a slice where they are consecutive.
     `read`: a slice of token slots (one sequence, consecutive blocks), or block ids `[B, num_blocks]` int32.
     `start`: the token position of the first slot that is read; `length`: how many are read (padding included).
-    `mask`: for a batch, which of them each row may see, `[B, 1, 1, length]` bool; None where all of them.
     """
 
     window: int | None
@@ -39,15 +43,42 @@ class GroupContext:
     start: int
     length: int
     skip: int = 0  # leading tokens of the first block read that the window no longer covers
-    mask: mx.array | None = None
     blocks: tuple[int, ...] = ()  # of the one sequence
-    tables: Paged | None = None  # of a batch
+    rows: "BatchArrays | None" = None  # of a batch
+    starts: mx.array | None = None  # of a batch with a window: the position of each row's first slot, [B] int32
+
+    @cached_property
+    def mask(self) -> mx.array | None:
+        """For a batch, which of the slots that are read each new token may see, `[B, 1, L, length]` bool; else None."""
+        rows = self.rows
+        if rows is None:
+            return None
+        slot = mx.arange(self.length, dtype=mx.int32)
+        query = _as_column(rows.offsets if self.starts is None else rows.offsets - self.starts)
+        if rows.length > 1:
+            query = query + mx.arange(rows.length, dtype=mx.int32)[:, None]
+        mask = slot <= query
+        if self.window is not None:
+            mask = mask & (slot > query - self.window)
+        if rows.length > 1:  # a column of padding sees one slot, so that its softmax is finite
+            first = _as_column(rows.firsts if self.starts is None else rows.firsts - self.starts)
+            mask = mx.where(query < first, slot == 0, mask)
+        return mask
+
+    @cached_property
+    def seen(self) -> mx.array | None:
+        """For a batch, which of the slots that are read any new token sees, `[B, length, 1, 1]` bool; else None."""
+        if self.mask is None:
+            return None
+        batch, _, length, count = self.mask.shape
+        seen = self.mask if length == 1 else self.mask.any(axis=2)
+        return seen.reshape(batch, count, 1, 1)
 
     @cached_property
     def paged(self) -> Paged:
-        """Made when the first layer asks for it, and read by all."""
-        if self.tables is not None:
-            return self.tables
+        if self.rows is not None:
+            assert isinstance(self.read, mx.array)
+            return Paged(self.read, self.rows.lengths, self.starts)
         first = self.start // self.block_size * self.block_size
         return Paged(
             mx.array([self.blocks], mx.int32),
@@ -57,13 +88,16 @@ class GroupContext:
 
     @cached_property
     def in_place(self) -> tuple[mx.array, mx.array, mx.array, mx.array]:
-        """See PagedKVCache.in_place. Made when the first layer asks for it, and read by all."""
+        """See PagedKVCache.in_place."""
         paged = self.paged
         lengths = paged.lengths if paged.starts is None else paged.lengths - paged.starts
-        if not isinstance(self.write, slice):
-            return self.write, paged.block_tables, lengths, paged.lengths - self.write.size // len(paged.lengths)
-        slots = mx.array(np.arange(self.write.start, self.write.stop, dtype=np.int32))
-        return slots, paged.block_tables, lengths, paged.lengths - slots.size
+        if self.rows is not None:
+            assert isinstance(self.write, mx.array)
+            return self.write, paged.block_tables, lengths, self.rows.offsets
+        slots = self.write
+        if isinstance(slots, slice):
+            slots = mx.array(np.arange(slots.start, slots.stop, dtype=np.int32))
+        return slots, paged.block_tables, lengths, mx.array([self.start + self.length - slots.size], mx.int32)
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,18 +142,19 @@ def batch(
 ) -> Forward:
     """The forward of one new token each of several sequences, or of `lengths` many; `tables[b][g]` is row b's table in
     group g."""
-    arrays = BatchArrays.of(groups, tables, block_size, offsets, slots, lengths)
-    return arrays.forward(groups, block_size, max(lengths or (1,)))
+    kept = BatchTables(groups, block_size)
+    return kept.arrays(tables, offsets, slots, lengths).forward(groups, block_size)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class BatchArrays:
     """All that a forward of a batch depends on beside the tokens, int32. With rows and tables padded to a few sizes,
     the same shapes come again and again, and the forward can be compiled for them.
 
     Rows with fewer new tokens than the longest are padded in front. `offsets` `[B]` is the position of each row's first
     column, padding included (below zero where that is longer than the past); `firsts` `[B]` that of its first new
-    token. `slots` `[B]` or None; for each group `writes` `[B * L]`, `blocks` `[B, width]`, `starts` `[B]`.
+    token. `slots` `[B]` or None; for each group `writes` `[B * L]`, `blocks` `[B, width]`, `starts` `[B]`. `length` is
+    L, the new tokens of the longest row.
     """
 
     offsets: mx.array
@@ -128,79 +163,152 @@ class BatchArrays:
     writes: tuple[mx.array, ...]
     blocks: tuple[mx.array, ...]
     starts: tuple[mx.array, ...]
+    length: int = 1
 
-    @classmethod
-    def of(
-        cls,
+    @cached_property
+    def lengths(self) -> mx.array:
+        """Tokens in the cache with the new ones, `[B]`."""
+        return self.offsets + self.length
+
+    def forward(self, groups: Many[Group], block_size: int) -> Forward:
+        parts = zip(groups, self.writes, self.blocks, self.starts, strict=True)
+        contexts = tuple(
+            GroupContext(
+                group.window,
+                block_size,
+                write,
+                blocks,
+                0,
+                blocks.shape[1] * block_size,
+                rows=self,
+                starts=None if group.window is None else starts,
+            )
+            for group, write, blocks, starts in parts
+        )
+        return Forward(self.offsets.shape[0], self.length, self.offsets, contexts, self.slots)
+
+
+class BatchTables:
+    """Makes a batch's arrays, and keeps its block tables from one step to the next.
+
+    A row is written anew where the first or the last block that it reads is not what it was, since a table never puts
+    another block in a place; all of them where the rows are not those (the same lists of tables) of the step before.
+    """
+
+    def __init__(
+        self,
         groups: Many[Group],
-        tables: Many[Many[BlockTable]],
         block_size: int,
+        padded: Callable[[int], int] = int,
+        padded_rows: Callable[[int], int] = int,
+    ):
+        """`padded` gives the width that a table of so many blocks gets, `padded_rows` the rows that a batch of so many
+        gets: those of padding read and write the null entries."""
+        self._block_size = block_size
+        self._padded_rows = padded_rows
+        self._kept = [_KeptTable(group, block_size, padded) for group in groups]
+        self._tables: Many[Many[BlockTable]] = ()
+
+    def arrays(
+        self,
+        tables: Many[Many[BlockTable]],
         offsets: Many[int],
         slots: Many[int] | None,
         lengths: Many[int] | None = None,
-        padded: Callable[[int], int] = int,
-        rows: int = 0,
-    ) -> "BatchArrays":
-        """`padded` gives the width that a table of so many blocks gets; further rows up to `rows` are padding, which
-        reads and writes the null entries."""
-        lengths = lengths or [1] * len(offsets)
-        longest = max(lengths)
-        missing = [0] * max(0, rows - len(offsets))
-        writes, blocks, starts = [], [], []
-        for index, group in enumerate(groups):
-            reached = [
-                _reach(group, row[index], block_size, at, length)
-                for row, at, length in zip(tables, offsets, lengths, strict=True)
-            ]
-            width = padded(max(len(reach) for reach, _, _ in reached))
-            table = np.full((len(offsets) + len(missing), width), NULL, np.int32)
-            write = np.full((len(offsets) + len(missing), longest), NULL, np.int32)
-            for row, (reach, _, new) in enumerate(reached):
-                table[row, : len(reach)] = reach
-                write[row, longest - len(new) :] = new
-            blocks.append(mx.array(table))
-            starts.append(mx.array([start for _, start, _ in reached] + missing, mx.int32))
-            writes.append(mx.array(write.reshape(-1)))
-        first_columns = [at - (longest - length) for at, length in zip(offsets, lengths, strict=True)]
-        return cls(
-            mx.array([*first_columns, *missing], mx.int32),
-            mx.array([*offsets, *missing], mx.int32),
+    ) -> BatchArrays:
+        """For rows with `offsets` tokens in the cache and `lengths` new ones, or one each."""
+        count = len(offsets)
+        missing = [0] * (self._padded_rows(count) - count)
+        first = np.array([*offsets, *missing], np.int32)
+        columns, padding = first[:, None], None
+        if lengths is not None:
+            length = np.array([*lengths, *missing], np.int32)
+            longest = max(lengths)
+            columns = (first + length - longest)[:, None] + np.arange(longest, dtype=np.int32)
+            padding = columns < first[:, None]
+        if not (len(tables) == len(self._tables) and all(map(is_, tables, self._tables))):
+            self._tables = tables
+            for index, kept in enumerate(self._kept):
+                kept.replace([row[index] for row in tables], len(first))
+        numbers, places = np.divmod(columns, self._block_size)  # of each column's block, and in it
+        for kept in self._kept:
+            kept.update(first, numbers[:, -1])
+        firsts = mx.array(first)
+        return BatchArrays(
+            firsts if lengths is None else mx.array(columns[:, 0]),
+            firsts,
             None if slots is None else mx.array([*slots, *missing], mx.int32),
-            tuple(writes),
-            tuple(blocks),
-            tuple(starts),
+            tuple(mx.array(kept.slots(numbers, places, padding)) for kept in self._kept),
+            tuple(kept.blocks for kept in self._kept),
+            tuple(kept.starts for kept in self._kept),
+            columns.shape[1],
         )
 
-    def forward(self, groups: Many[Group], block_size: int, length: int = 1) -> Forward:
-        """`length` is L, the new tokens of the longest row."""
-        arrays = zip(groups, self.writes, self.blocks, self.starts, strict=True)
-        contexts = tuple(self._context(group, block_size, length, *rest) for group, *rest in arrays)
-        return Forward(self.offsets.shape[0], length, self.offsets, contexts, self.slots)
 
-    def _context(
-        self, group: Group, block_size: int, length: int, write: mx.array, blocks: mx.array, starts: mx.array
-    ) -> GroupContext:
-        count = blocks.shape[1] * block_size
-        slot = mx.arange(count, dtype=mx.int32)[None, None]
-        query = (self.offsets - starts)[:, None, None] + mx.arange(length, dtype=mx.int32)[None, :, None]
-        mask = slot <= query
-        if group.window is not None:
-            mask = mask & (slot > query - group.window)
-        if length > 1:  # a column of padding sees one slot, so that its softmax is finite
-            padding = query < (self.firsts - starts)[:, None, None]
-            mask = mx.where(padding, slot == 0, mask)
-        tables = Paged(blocks, self.offsets + length, None if group.window is None else starts)
-        return GroupContext(group.window, block_size, write, blocks, 0, count, mask=mask[:, None], tables=tables)
+class _KeptTable:
+    """One group's block tables of a batch: `blocks` `[rows, width]` and `starts` `[rows]`, int32."""
+
+    blocks: mx.array
+    starts: mx.array
+
+    def __init__(self, group: Group, block_size: int, padded: Callable[[int], int]):
+        self._window = group.window
+        self._block_size = block_size
+        self._padded = padded
+
+    def replace(self, tables: list[BlockTable], rows: int) -> None:
+        """Go on with the tables of other sequences, and so many rows in all."""
+        self._tables = tables
+        self._table = np.full((rows, 0), NULL, np.int32)
+        self._rows = np.arange(rows)[:, None]
+        self._held = np.zeros(rows, np.int32)  # blocks in each row
+        self._firsts = np.zeros(rows, np.int32)  # numbers of the first and the last block that each row reads
+        self._lasts = np.full(rows, -2, np.int32)
+
+    def update(self, offsets: Ints, lasts: Ints) -> None:
+        """Read what is visible from `offsets` on, up to the blocks with the numbers `lasts`; both `[rows]`."""
+        changed = lasts != self._lasts
+        firsts = self._firsts
+        if self._window is not None:
+            firsts = np.maximum(offsets - (self._window - 1), 0) // self._block_size
+            changed |= firsts != self._firsts
+        if not changed.any():
+            return
+        for row in changed.nonzero()[0].tolist():
+            if row < len(self._tables):
+                self._write(row, int(firsts[row]))
+        self._firsts, self._lasts = firsts, lasts
+        self.blocks = mx.array(self._table[:, : self._padded(int(self._held.max()))])
+        self.starts = mx.array(firsts * self._block_size)
+
+    def slots(self, numbers: Ints, places: Ints, padding: NDArray[np.bool_] | None) -> Ints:
+        """The token slots `[rows * L]` of tokens in the blocks with these numbers, `[rows, L]`: slot = block * size +
+        place. The null block's first where there is `padding`."""
+        blocks = numbers - self._firsts[:, None]
+        if padding is not None:
+            blocks[padding] = 0
+        slots = self._table[self._rows, blocks] * self._block_size + places
+        if padding is not None:
+            slots[padding] = NULL
+        return slots.reshape(-1)
+
+    def _write(self, row: int, first: int) -> None:
+        table = self._tables[row]
+        blocks = table.blocks[first - table.first :]
+        self._held[row] = len(blocks)
+        missing = self._padded(len(blocks)) - self._table.shape[1]
+        if missing > 0:
+            self._table = np.pad(self._table, ((0, 0), (0, max(missing, _SPARE))), constant_values=NULL)
+        self._table[row, : len(blocks)] = blocks
+        self._table[row, len(blocks) :] = NULL
 
 
-def _reach(
-    group: Group, table: BlockTable, block_size: int, offset: int, length: int
-) -> tuple[list[int], int, list[int]]:
-    """Of a row whose new tokens stand at `offset` and behind: the blocks it reads, the position of their first slot,
-    and the token slots it writes."""
-    first = group.first_visible(offset) // block_size
-    write = _token_slots(table, block_size, range(offset, offset + length))
-    return table.blocks[first - table.first :], first * block_size, write
+_SPARE = 16  # blocks by which tables grow
+
+
+def _as_column(positions: mx.array) -> mx.array:
+    """`[B]` as `[B, 1, 1, 1]`, to be compared with slots."""
+    return positions.reshape(-1, 1, 1, 1)
 
 
 def _single_group(group: Group, table: BlockTable, block_size: int, offset: int, length: int) -> GroupContext:
@@ -220,9 +328,7 @@ def _single_group(group: Group, table: BlockTable, block_size: int, offset: int,
 
 
 def _consecutive(blocks: list[int]) -> bool:
-    return blocks[-1] - blocks[0] == len(blocks) - 1 and all(
-        blocks[i] + 1 == blocks[i + 1] for i in range(len(blocks) - 1)
-    )
+    return blocks == list(range(blocks[0], blocks[0] + len(blocks)))
 
 
 def _token_slots(table: BlockTable, block_size: int, positions: range) -> list[int]:

@@ -23,13 +23,13 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[2]
-sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "engine")]
+sys.path.extend([str(ROOT), str(ROOT / "tests" / "engine")])
 
 import mlx.core as mx
+from byte_tokenizer import byte_tokenizer
 from mlx_lm.models.cache import make_prompt_cache
 
 import tiny
-from byte_tokenizer import byte_tokenizer
 from metalctl.engine import acceleration
 from metalctl.engine.cache import forward
 from metalctl.engine.cache.block_manager import BlockTable
