@@ -17,6 +17,7 @@ from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwiGLU, SwitchGLU
 
 from metalctl.engine import cuda_layers, decoder_layers
 from metalctl.engine import native_layers as native
+from metalctl.engine.siblings import Siblings, direct_children
 from metalctl.kernels import dispatch
 from metalctl.kernels.cpu import library
 from metalctl.kernels.cpu.build import BuildError, build
@@ -68,8 +69,8 @@ def accelerate(model: nn.Module) -> list[str]:
         return []
     replaced: Counter[str] = Counter()
     for parent in model.modules():
-        siblings = native.Siblings()
-        for module in _direct(parent):
+        siblings = native.siblings()
+        for module in direct_children(parent):
             if type(module) in _LEAVES:
                 replaced[_LEAVES[type(module)](module, siblings)] += 1
     for module in model.modules():
@@ -81,18 +82,10 @@ def accelerate(model: nn.Module) -> list[str]:
     return [f"CPU kernels ({library.description()}): {', '.join(counts)}"] if counts else []
 
 
-def _direct(parent: nn.Module) -> list[nn.Module]:
-    found = []
-    for child in parent.children().values():
-        found.extend([child] if isinstance(child, nn.Module) else [])
-        found.extend(m for m in child if isinstance(m, nn.Module)) if isinstance(child, list) else None
-    return found
-
-
 # -- one row a kind of layer: what replaces it, and what that is called; "" where it stays
 
 
-def _linear(module: Any, siblings: native.Siblings) -> str:
+def _linear(module: Any, siblings: Siblings) -> str:
     if not _packable(module):
         return ""
     module.__class__ = native.QuantizedLinear if isinstance(module, nn.QuantizedLinear) else native.Linear
@@ -100,7 +93,7 @@ def _linear(module: Any, siblings: native.Siblings) -> str:
     return "linear layers"
 
 
-def _embedding(module: Any, siblings: native.Siblings) -> str:
+def _embedding(module: Any, siblings: Siblings) -> str:
     if not _packable(module):
         return ""
     module.__class__ = native.QuantizedEmbedding if isinstance(module, nn.QuantizedEmbedding) else native.Embedding
@@ -108,7 +101,7 @@ def _embedding(module: Any, siblings: native.Siblings) -> str:
     return "embeddings"
 
 
-def _experts(module: Any, siblings: native.Siblings) -> str:
+def _experts(module: Any, siblings: Siblings) -> str:
     if not _packable(module):
         return ""
     module.__class__ = native.QuantizedExperts if isinstance(module, QuantizedSwitchLinear) else native.Experts
@@ -116,13 +109,13 @@ def _experts(module: Any, siblings: native.Siblings) -> str:
     return "expert layers"
 
 
-def _norm(module: Any, siblings: native.Siblings) -> str:
+def _norm(module: Any, siblings: Siblings) -> str:
     module.__class__ = native.RMSNorm
     module.adopt(plus_one=False)
     return "norms"
 
 
-def _rope(module: Any, siblings: native.Siblings) -> str:
+def _rope(module: Any, siblings: Siblings) -> str:
     if not module.dims or module.dims % 2:
         return ""
     half = module.dims // 2
@@ -130,11 +123,11 @@ def _rope(module: Any, siblings: native.Siblings) -> str:
     return _turn(module, mx.exp(exponents), module.traditional, module.scale)
 
 
-def _llama3_rope(module: Any, siblings: native.Siblings) -> str:
+def _llama3_rope(module: Any, siblings: Siblings) -> str:
     return _turn(module, 1 / module._freqs, module.traditional, 1.0)
 
 
-def _yarn_rope(module: Any, siblings: native.Siblings) -> str:
+def _yarn_rope(module: Any, siblings: Siblings) -> str:
     return _turn(module, 1 / module._freqs, module.traditional, 1.0) if module.mscale == 1.0 else ""
 
 
@@ -144,7 +137,7 @@ def _turn(module: Any, inverse_frequencies: mx.array, traditional: bool, scale: 
     return "ropes"
 
 
-_LEAVES: dict[type, Callable[[Any, native.Siblings], str]] = {
+_LEAVES: dict[type, Callable[[Any, Siblings], str]] = {
     nn.Linear: _linear,
     nn.QuantizedLinear: _linear,
     nn.Embedding: _embedding,

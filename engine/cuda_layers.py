@@ -1,20 +1,31 @@
 """On CUDA, what mlx-lm and MLX compute slowly, by this program's kernels.
 
 mlx-lm has kernels for its recurrences on Metal only: elsewhere it goes through a prompt in a Python loop, an operation
-a token. MLX's product of a few rows with a 4-bit matrix reads the matrix once for every row.
+a token. MLX's product of a few rows with a 4-bit matrix reads the matrix once for every row, and one with a matrix of
+16 bits takes the host longer to launch than a small matrix takes the device.
 """
 
+from collections import Counter
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models import gated_delta, ssm
 
+from metalctl.engine.siblings import Siblings, Together, direct_children
+from metalctl.kernels import linear_rows
 from metalctl.kernels.quantized_rows import quantized_rows
 from metalctl.kernels.recurrent import gated_delta as run_gated_delta
 from metalctl.kernels.recurrent import state_space_step
 
 _ssm_attn = ssm.ssm_attn
+
+
+class Linear(nn.Linear):
+    siblings: Siblings
+
+    def __call__(self, x: mx.array) -> mx.array:
+        return self.siblings(self, x)
 
 
 class QuantizedLinear(nn.QuantizedLinear):
@@ -28,16 +39,35 @@ class QuantizedEmbedding(nn.QuantizedEmbedding):
         return quantized_rows(x, self.weight, self.scales, self.biases, group_size=self.group_size, bits=self.bits)
 
 
-_LAYERS: dict[type, type] = {nn.QuantizedLinear: QuantizedLinear, nn.QuantizedEmbedding: QuantizedEmbedding}
+_QUANTISED: dict[type, type] = {nn.QuantizedLinear: QuantizedLinear, nn.QuantizedEmbedding: QuantizedEmbedding}
 
 
 def accelerate(model: nn.Module) -> list[str]:
     """Replace what of `model` the kernels can compute; returns what was done, for people."""
     install()
-    layers = [module for module in model.modules() if type(module) in _LAYERS and module.mode == "affine"]
-    for layer in layers:
-        layer.__class__ = _LAYERS[type(layer)]
-    return [f"CUDA kernels: {len(layers)} quantised layers"] if layers else []
+    replaced: Counter[str] = Counter()
+    for parent in model.modules():
+        siblings = Siblings(_join, lambda member, x: _join([member])(x)[0])
+        for module in direct_children(parent):
+            if type(module) in _QUANTISED and getattr(module, "mode", None) == "affine":
+                module.__class__ = _QUANTISED[type(module)]
+                replaced["quantised layers"] += 1
+            elif type(module) is nn.Linear and linear_rows.can_hold(module.weight):
+                module.__class__ = Linear
+                object.__setattr__(module, "siblings", siblings)
+                replaced["linear layers"] += 1
+    counts = [f"{count} {name}" for name, count in replaced.items()]
+    return [f"CUDA kernels: {', '.join(counts)}"] if counts else []
+
+
+def _join(members: list[nn.Linear]) -> Together:
+    """Some layers' products in one operation."""
+
+    def together(x: mx.array) -> list[mx.array]:
+        products = linear_rows.linear_rows(x, [member.weight for member in members])
+        return [y + m.bias if "bias" in m else y for y, m in zip(products, members, strict=True)]
+
+    return together
 
 
 def install() -> None:

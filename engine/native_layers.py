@@ -4,71 +4,23 @@ Each takes the place of one of MLX's own, keeps its attributes, and holds its we
 is float32, whatever the checkpoint's type.
 """
 
-from collections.abc import Sequence
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchGLU, SwitchLinear
 
+from metalctl.engine.siblings import Siblings
 from metalctl.kernels.cpu import library
 from metalctl.kernels.cpu.library import Gate, Operation, Turns, Weight
 
-MOST_TOGETHER = 3  # layers that one operation computes
 
-
-class Group:
-    """Linear layers that are given the same array: the first one's call computes all."""
-
-    def __init__(self, members: "Sequence[NativeLinear]"):
-        self._leader = members[0]
-        self._followers = {id(member): i for i, member in enumerate(members)}
-        self._operation = library.linear([m.native for m in members], [m.native_bias for m in members])
-        self._x: mx.array | None = None
-        self._results: list[mx.array | None] = []
-
-    def __call__(self, member: "NativeLinear", x: mx.array) -> mx.array:
-        if member is self._leader:
-            results = self._operation.all(x)
-            self._x, self._results = x, [None, *results[1:]]
-            return results[0]
-        result = self._take(self._followers[id(member)]) if x is self._x else None
-        return member.operation(x) if result is None else result
-
-    def _take(self, index: int) -> mx.array | None:
-        result, self._results[index] = self._results[index], None
-        if not any(r is not None for r in self._results):
-            self._x = None
-        return result
-
-
-class Siblings:
-    """The linear layers of one module. Which of them are given the same array, the first pass shows."""
-
-    def __init__(self) -> None:
-        self._seen: list[tuple[mx.array, NativeLinear]] | None = []
-
-    def __call__(self, member: "NativeLinear", x: mx.array) -> mx.array:
-        if self._seen is not None:
-            if all(member is not other for _, other in self._seen):
-                self._seen.append((x, member))
-                return member.operation(x)
-            self._form_groups(self._seen)
-            self._seen = None
-        return member.operation(x) if member.group is None else member.group(member, x)
-
-    @staticmethod
-    def _form_groups(seen: "list[tuple[mx.array, NativeLinear]]") -> None:
-        together: dict[int, list[NativeLinear]] = {}
-        for x, member in seen:
-            together.setdefault(id(x), []).append(member)
-        for members in together.values():
-            for start in range(0, len(members), MOST_TOGETHER):
-                some = members[start : start + MOST_TOGETHER]
-                if len(some) > 1:
-                    group = Group(some)
-                    for member in some:
-                        member.group = group
+def siblings() -> Siblings:
+    """For the linear layers of one module."""
+    return Siblings(
+        lambda members: library.linear([m.native for m in members], [m.native_bias for m in members]).all,
+        lambda member, x: member.operation(x),
+    )
 
 
 class NativeLinear(nn.Module):
@@ -78,7 +30,6 @@ class NativeLinear(nn.Module):
     native_bias: mx.array | None
     operation: Operation
     siblings: Siblings | None
-    group: Group | None
 
     def adopt(self, siblings: Siblings) -> None:
         """Pack the weights, and let go of them as they were."""
@@ -90,7 +41,6 @@ class NativeLinear(nn.Module):
             self["bias"] = self.native_bias
         self.operation = library.linear([self.native], [self.native_bias])
         self.siblings = siblings
-        self.group = None
 
     def __call__(self, x: mx.array) -> mx.array:
         return self.siblings(self, x) if self.siblings is not None else self.operation(x)

@@ -60,3 +60,30 @@ def test_quantised_layers_are_replaced_and_give_the_same():
     assert cuda_layers.accelerate(model) == ["CUDA kernels: 3 quantised layers"]
     assert (model(tokens) == expected).all()
     assert (model.layers[0].as_linear(expected) == logits).all()
+
+
+@pytest.mark.usefixtures("installed")
+def test_layers_that_are_given_the_same_array_are_computed_together(monkeypatch):
+    class Block(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.second = nn.Linear(64, 32), nn.Linear(64, 48, bias=False)
+            self.third = nn.Linear(32, 16)
+
+        def __call__(self, x):
+            return self.third(self.first(x)), self.second(x)
+
+    block = Block()
+    block.set_dtype(mx.bfloat16)
+    x, other = (mx.random.normal((1, 2, 64)).astype(mx.bfloat16) for _ in range(2))
+    expected = [block(x), block(other)]
+    assert cuda_layers.accelerate(block) == ["CUDA kernels: 3 linear layers"]
+    sizes = []
+    joined = cuda_layers.linear_rows.linear_rows
+    monkeypatch.setattr(
+        cuda_layers.linear_rows, "linear_rows", lambda x, weights: sizes.append(len(weights)) or joined(x, weights)
+    )
+    for array, (deep, flat) in zip((x, other, x), (*expected, expected[0]), strict=True):
+        for ours, theirs in zip(block(array), (deep, flat), strict=True):
+            assert mx.allclose(ours, theirs, rtol=2e-2, atol=2e-2)
+    assert sizes == [1, 1, 1, 2, 1, 2, 1]  # the first pass shows which belong together

@@ -100,6 +100,10 @@ template <typename T>
 T __ldg(const T* p) {
   return *p;
 }
+template <typename T>
+T __ldcs(const T* p) {
+  return *p;
+}
 
 inline void __syncthreads(int line = __builtin_LINE()) {
   emulator::barrier(true, emulator::DEVICE | emulator::THREADGROUP, line);

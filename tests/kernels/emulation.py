@@ -8,7 +8,7 @@ from functools import partial
 import mlx.core as mx
 import pytest
 
-from metalctl.kernels import dispatch, paged_attention, quantized_rows, recurrent
+from metalctl.kernels import dispatch, linear_rows, paged_attention, quantized_rows, recurrent
 from tests.kernel_emulator import NoCompilerError, cuda_kernel, find_compiler, metal_kernel
 
 
@@ -36,7 +36,7 @@ def emulated(device: str, operation: str) -> Iterator[None]:
 
 
 def _forget_kernels() -> None:
-    for module in (paged_attention, quantized_rows, recurrent):
+    for module in (linear_rows, paged_attention, quantized_rows, recurrent):
         module.kernel.cache_clear()
 
 
