@@ -220,11 +220,12 @@ class BatchTables:
         count = len(offsets)
         missing = [0] * (self._padded_rows(count) - count)
         first = np.array([*offsets, *missing], np.int32)
-        columns, padding = first[:, None], None
+        columns: Ints = first[:, None]
+        padding = None
         if lengths is not None:
             length = np.array([*lengths, *missing], np.int32)
             longest = max(lengths)
-            columns = (first + length - longest)[:, None] + np.arange(longest, dtype=np.int32)
+            columns = (first + length - np.int32(longest))[:, None] + np.arange(longest, dtype=np.int32)
             padding = columns < first[:, None]
         if not (len(tables) == len(self._tables) and all(map(is_, tables, self._tables))):
             self._tables = tables

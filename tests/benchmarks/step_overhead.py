@@ -22,8 +22,8 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).parents[2]
-sys.path.extend([str(ROOT), str(ROOT / "tests" / "engine")])
+sys.path.insert(0, str(Path(__file__).parents[2]))
+sys.path.insert(0, str(Path(__file__).parents[1] / "engine"))
 
 import mlx.core as mx
 from byte_tokenizer import byte_tokenizer
@@ -41,7 +41,7 @@ from metalctl.engine.sequence import SamplingParams
 from metalctl.engine_start import kernel_cache
 from tests.engine.architectures import zoo
 
-DOCUMENT = ROOT / "docs" / "performance.md"
+DOCUMENT = Path(__file__).parents[2] / "docs" / "performance.md"
 BEGIN, END = "<!-- steps: begin -->", "<!-- steps: end -->"
 SMALL = {"hidden_size": 4, "num_hidden_layers": 1, "intermediate_size": 4, "num_attention_heads": 1,
          "num_key_value_heads": 1, "head_dim": 4, "tie_word_embeddings": True}  # fmt: skip

@@ -92,6 +92,12 @@ def test_every_row_is_what_it_would_be_alone():
         assert alone == [together[index]], FILTERS[index] if index < len(FILTERS) else single.params
 
 
+def test_the_number_that_decides_is_of_splitmix64():
+    """Its first numbers from 0 begin with these bytes; with all of 256 tokens equally likely the byte is the token."""
+    flat = mx.zeros((4, 256))
+    assert sample([row(seed=0) for _ in range(4)], flat, positions=[1, 2, 3, 4]) == [0xE2, 0x6E, 0x06, 0xF8]
+
+
 def test_a_seed_and_a_position_decide():
     values = mx.broadcast_to(logits(1), (200, V))
     again = [row(seed=5) for _ in range(200)]

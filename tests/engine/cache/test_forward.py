@@ -79,6 +79,77 @@ def test_a_batch_sees_each_rows_visible_tokens_and_no_padding(size: int, window:
             assert seen == slots(table, size, range(group.first_visible(offset), offset + 1))
 
 
+@pytest.mark.parametrize("slot_rows", [False, True])
+@pytest.mark.parametrize("size", [8, 48])
+def test_tables_kept_between_steps_are_those_made_anew(size: int, slot_rows: bool) -> None:
+    """Rows grow, let go of what their windows leave behind, join, leave, and begin again with other blocks."""
+    rng = random.Random(size)
+    groups = [Group(), Group(20)]
+    kept = forward.BatchTables(groups, size)
+    rows: list[tuple[list[int], list[BlockTable]]] = []
+    for _ in range(300):
+        if not rows or rng.random() < 0.1:
+            rows.insert(rng.randint(0, len(rows)), ([rng.randrange(100)], [BlockTable(), BlockTable()]))
+        elif rng.random() < 0.1:
+            rows.pop(rng.randrange(len(rows)))
+        elif rng.random() < 0.1:
+            rows[rng.randrange(len(rows))] = ([rng.randrange(100)], [BlockTable(), BlockTable()])
+        for (offset,), tables in rows:
+            for group, table in zip(groups, tables, strict=True):
+                advance(rng, table, size, group, offset)
+        if not rows:
+            continue
+        tables, offsets = [tables for _, tables in rows], [offset for (offset,), _ in rows]
+        slots = rng.sample(range(1, 50), len(rows)) if slot_rows else None
+        step = kept.arrays(tables, offsets, slots).forward(groups, size)
+        fresh = forward.batch(groups, tables, size, offsets, slots)
+        assert same(step.slots, fresh.slots)
+        assert same(step.offset, fresh.offset)
+        for mine, other in zip(step.groups, fresh.groups, strict=True):
+            assert same(mine.read, other.read)
+            assert same(mine.write, other.write)
+            assert same(mine.mask, other.mask)
+            assert all(map(same, mine.in_place, other.in_place))
+        for offset, _ in rows:
+            offset[0] += rng.choice([1, 1, 1, 2])  # 2: a step by itself in between
+
+
+def advance(rng: random.Random, table: BlockTable, size: int, group: Group, offset: int) -> None:
+    """Hold what a token at `offset` reads and writes, and nothing that it does not."""
+    first = group.first_visible(offset) // size
+    if not table.blocks:
+        table.first = first
+    while table.first < first:
+        table.blocks.pop(0)
+        table.first += 1
+    while table.end * size <= offset:
+        table.blocks.append(rng.randrange(1, 1000))
+
+
+def same(one: Any, other: Any) -> bool:
+    return one is other or bool(mx.array_equal(one, other))
+
+
+@pytest.mark.parametrize("window", WINDOWS)
+@pytest.mark.parametrize("lengths", [[3, 1, 7], [5, 5], [20]])
+def test_a_batch_of_several_tokens_a_row_writes_each_where_it_belongs(lengths: list[int], window: int | None) -> None:
+    rng = random.Random(len(lengths))
+    size, group, longest = 8, Group(window), max(lengths)
+    offsets = [rng.randrange(0, 100) for _ in lengths]
+    tables = [random_table(rng, size, group, at, length) for at, length in zip(offsets, lengths, strict=True)]
+    (context,) = forward.batch([group], [[table] for table in tables], size, offsets, None, lengths).groups
+    written = context.write.reshape(len(lengths), longest).tolist()  # type: ignore[union-attr]
+    for row, (table, at, length) in enumerate(zip(tables, offsets, lengths, strict=True)):
+        assert written[row] == [0] * (longest - length) + slots(table, size, range(at, at + length))
+        blocks = context.read[row].tolist()  # type: ignore[index]
+        every = [block * size + i for block in blocks for i in range(size)]
+        for column in range(longest - length, longest):
+            position = at + column - (longest - length)
+            sees = context.mask[row, 0, column].tolist()  # type: ignore[index]
+            seen = [slot for slot, yes in zip(every, sees, strict=True) if yes]
+            assert seen == slots(table, size, range(group.first_visible(position), position + 1))
+
+
 @pytest.mark.parametrize("window", WINDOWS)
 def test_what_was_written_is_read_again(window: int | None) -> None:
     rng = random.Random(0)
