@@ -20,8 +20,9 @@ from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 
 from metalctl.engine.config import Precision
 from metalctl.engine.errors import CheckpointError, UnsupportedModelError
-from metalctl.engine.models.gguf import unpack
-from metalctl.engine.models.gguf.unpack import Bytes, Floats, Integers, Unpacked
+from metalctl.engine.models.gguf import lattice, sixteens, unpack
+from metalctl.engine.models.gguf.bits import Bytes, pack_bits, split_halves, spread_bits
+from metalctl.engine.models.gguf.unpack import Floats, Integers, Unpacked
 
 VALUES_AT_ONCE = 1 << 18  # a chunk's integers and floats stay in the processor's cache
 
@@ -56,18 +57,6 @@ class Packed:
     biases: Floats | None
 
 
-def pack_bits(codes: Bytes, bits: int) -> Bytes:
-    """Codes below 2**bits, [N, K] with K a multiple of 8, as one little-endian stream of bits: [N, K * bits / 8]."""
-    if bits == 8:
-        return codes
-    words = np.ascontiguousarray(codes).view(np.uint64)
-    for width, lanes in ((8, 0x00FF00FF00FF00FF), (16, 0x0000FFFF0000FFFF), (32, 0x00000000FFFFFFFF)):
-        used = bits * width // 8
-        low, high = words & np.uint64(lanes), (words >> np.uint64(width)) & np.uint64(lanes)
-        words = low | high << np.uint64(used)
-    return np.ascontiguousarray(words.view(np.uint8).reshape(len(codes), -1, 8)[:, :, :bits]).reshape(len(codes), -1)
-
-
 def _affine(unpacker: Callable[[Bytes], Unpacked], bits: int, blocks: Bytes) -> tuple[Bytes, Floats, Floats]:
     q, scales, offsets = unpacker(blocks)
     if q.dtype == np.int8:
@@ -75,66 +64,18 @@ def _affine(unpacker: Callable[[Bytes], Unpacked], bits: int, blocks: Bytes) -> 
     return pack_bits(q, bits), scales, offsets
 
 
-def regroup_nibbles(packed: Bytes, run: int) -> Bytes:
-    """Bytes whose low halves are `run` values and whose high halves are the next, as pairs of neighbours in a byte."""
-    pairs = np.ascontiguousarray(packed).view(np.uint16)
-    low = (pairs & np.uint16(0x0F) | pairs >> 4 & np.uint16(0xF0)).astype(np.uint8)
-    high = (pairs >> 4 & np.uint16(0x0F) | pairs >> 8 & np.uint16(0xF0)).astype(np.uint8)
-    halves = [half.view(np.uint64).reshape(len(packed), -1, run // 16) for half in (low, high)]
-    return np.stack(halves, axis=2).view(np.uint8).reshape(len(packed), -1)
-
-
-def _regrouped(
+def _nibbles(
     scales: Callable[[Bytes], tuple[Floats, Floats]], start: int, run: int, blocks: Bytes
 ) -> tuple[Bytes, Floats, Floats]:
-    return regroup_nibbles(blocks[:, start:], run), *scales(blocks)
+    return split_halves(blocks[:, start:], run), *scales(blocks)
 
 
-def _merge_groups(
-    unpacker: Callable[[Bytes], Unpacked], step: float, centre: float, bits: int, blocks: Bytes
-) -> tuple[Bytes, Floats, Floats]:
-    """Integers around zero in groups of 16 (or 32), two groups in one unit: `step` times the larger scale."""
-    q, scales, _ = unpacker(blocks)
-    pairs = np.repeat(scales, 2, axis=1) if 32 * scales.size == q.size else scales
-    pairs = pairs.reshape(-1, 2)
-    larger = np.where(np.abs(pairs[:, 0]) >= np.abs(pairs[:, 1]), pairs[:, 0], pairs[:, 1])[:, None]
-    unit = larger * np.float32(step)
-    starts = np.full_like(pairs, centre)
-    return _recoded(q, bits, _ratio(pairs, unit), starts, unit, np.float32(-centre) * unit, len(blocks))
-
-
-def _refit_groups(
-    unpacker: Callable[[Bytes], Unpacked], top: int, bits: int, blocks: Bytes
-) -> tuple[Bytes, Floats, Floats]:
-    """Integers up to `top` in groups of 16 with offsets, two groups in equal steps over all values they can have."""
-    q, scales, offsets = unpacker(blocks)
-    pairs, starts = scales.reshape(-1, 2), offsets.reshape(-1, 2)
-    stops = starts + np.float32(top) * pairs
-    least, most = np.minimum(starts, stops), np.maximum(starts, stops)
-    offset = np.minimum(least[:, 0], least[:, 1])[:, None]
-    unit = (np.maximum(most[:, 0], most[:, 1])[:, None] - offset) / np.float32((1 << bits) - 1)
-    return _recoded(q, bits, _ratio(pairs, unit), _ratio(starts - offset, unit), unit, offset, len(blocks))
-
-
-def _ratio(values: Floats, unit: Floats) -> Floats:
-    """values / unit, zero where the unit is."""
-    return values * np.divide(np.float32(1), unit, out=np.zeros_like(unit), where=unit != 0)
-
-
-def _recoded(
-    q: Integers, bits: int, ratios: Floats, starts: Floats, unit: Floats, offset: Floats, blocks: int
-) -> tuple[Bytes, Floats, Floats]:
-    """Pairs of groups of 16 in one unit: the codes are q * ratio + start, rounded."""
-    codes = q.reshape(-1).astype(np.float32)
-    codes *= np.repeat(ratios.reshape(-1), 16)
-    codes += np.repeat(starts.reshape(-1) + np.float32(0.5), 16)
-    np.clip(codes, 0, (1 << bits) - 1, out=codes)
-    whole: Bytes = codes.astype(np.uint8).reshape(blocks, -1)
-    return pack_bits(whole, bits), unit.reshape(blocks, -1), offset.reshape(blocks, -1)
+def _q1_0(blocks: Bytes) -> tuple[Bytes, Floats, Floats]:
+    return spread_bits(blocks[:, 2:]), *unpack.q1_0_scales(blocks)
 
 
 def _mxfp4(blocks: Bytes) -> tuple[Bytes, Bytes, None]:
-    return pack_bits(unpack.nibbles(blocks[:, 1:], 16), 4), blocks[:, :1], None
+    return split_halves(blocks[:, 1:], 16), blocks[:, :1], None
 
 
 def _nvfp4(blocks: Bytes) -> tuple[Bytes, Bytes, None]:
@@ -147,34 +88,33 @@ def _exact(unpacker: Callable[[Bytes], Unpacked], bits: int, group_size: int = 3
     return Format(partial(_affine, unpacker, bits), bits, group_size)
 
 
-def _merged(unpacker: Callable[[Bytes], Unpacked], step: float, centre: float, bits: int) -> Format:
-    return Format(partial(_merge_groups, unpacker, step, centre, bits), bits, exact=False)
+def _rounded(pack: Callable[[Bytes], tuple[Bytes, Floats, Floats]], bits: int) -> Format:
+    return Format(pack, bits, exact=False)
 
 
 FORMATS: dict[GGMLQuantizationType, Format] = {
-    Type.Q4_0: Format(partial(_regrouped, unpack.q4_0_scales, 2, 16), 4),
-    Type.Q4_1: Format(partial(_regrouped, unpack.q4_1_scales, 4, 16), 4),
+    Type.Q4_0: Format(partial(_nibbles, unpack.q4_0_scales, 2, 16), 4),
+    Type.Q4_1: Format(partial(_nibbles, unpack.q4_1_scales, 4, 16), 4),
     Type.Q5_0: _exact(unpack.q5_0, 5),
     Type.Q5_1: _exact(unpack.q5_1, 5),
     Type.Q8_0: _exact(unpack.q8_0, 8),
-    Type.Q4_K: Format(partial(_regrouped, unpack.q4_k_scales, 16, 32), 4),
+    Type.Q4_K: Format(partial(_nibbles, unpack.q4_k_scales, 16, 32), 4),
     Type.Q5_K: _exact(unpack.q5_k, 5),
-    Type.Q1_0: _exact(unpack.q1_0, 2, 128),
+    Type.Q1_0: Format(_q1_0, 2, 128),
     Type.TQ1_0: _exact(unpack.tq1_0, 2, 128),
     Type.TQ2_0: _exact(unpack.tq2_0, 2, 128),
     Type.IQ4_NL: _exact(unpack.iq4_nl, 8),
     Type.IQ4_XS: _exact(unpack.iq4_xs, 8),
-    Type.IQ3_S: _exact(unpack.iq3_s, 4),
-    Type.IQ1_S: _exact(unpack.iq1_s, 2),
-    Type.Q6_K: _merged(unpack.q6_k, 1 / 4, 128, 8),
-    Type.Q3_K: _merged(unpack.q3_k, 1 / 4, 16, 5),
-    Type.Q2_K: Format(partial(_refit_groups, unpack.q2_k, 3, 4), 4, exact=False),
-    # Lattices that are nearly even: 4, 12, 20 ... 62, then 8, 25, 43, then 7, 8, 9 on both sides of zero.
-    Type.IQ3_XXS: _merged(unpack.iq3_xxs, 8.1, 7.5, 4),
-    Type.IQ2_XXS: _merged(unpack.iq2_xxs, 5.68, 7.5, 4),
-    Type.IQ2_XS: _merged(unpack.iq2_xs, 5.68, 7.5, 4),
-    Type.IQ2_S: _merged(unpack.iq2_s, 5.68, 7.5, 4),
-    Type.IQ1_M: _merged(unpack.iq1_m, 1.2, 7.5, 4),
+    Type.IQ3_S: Format(lattice.iq3_s, 4),
+    Type.IQ1_S: Format(lattice.iq1_s, 2),
+    Type.Q6_K: _rounded(sixteens.q6_k, 8),
+    Type.Q3_K: _rounded(sixteens.q3_k, 5),
+    Type.Q2_K: _rounded(sixteens.q2_k, 4),
+    Type.IQ3_XXS: _rounded(lattice.iq3_xxs, 4),
+    Type.IQ2_XXS: _rounded(lattice.iq2_xxs, 4),
+    Type.IQ2_XS: _rounded(lattice.iq2_xs, 4),
+    Type.IQ2_S: _rounded(lattice.iq2_s, 4),
+    Type.IQ1_M: _rounded(lattice.iq1_m, 4),
     Type.MXFP4: Format(_mxfp4, 4, mode="mxfp4"),
     Type.NVFP4: Format(_nvfp4, 4, 16, mode="nvfp4"),
 }

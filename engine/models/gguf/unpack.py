@@ -6,6 +6,7 @@ with the same number of consecutive values in each group. Formats: ggml-common.h
 of the IQ types are taken from the gguf package.
 """
 
+import math
 from functools import cache
 from typing import Any
 
@@ -13,7 +14,8 @@ import numpy as np
 import numpy.typing as npt
 from gguf import quants
 
-Bytes = npt.NDArray[np.uint8]
+from metalctl.engine.models.gguf.bits import Bytes, interleave, lanes
+
 Integers = npt.NDArray[Any]
 Floats = npt.NDArray[np.floating[Any]]  # float32
 Unpacked = tuple[Integers, Floats, Floats]
@@ -26,10 +28,10 @@ def _half(blocks: Bytes, start: int) -> Floats:
 
 def _fields(packed: Bytes, width: int, run: int) -> Bytes:
     """Splits bytes into fields of `width` bits, lowest first; `run` bytes give 8 / width runs of that many values."""
-    shifts = np.arange(0, 8, width, dtype=np.uint8)[:, None]
-    parts = packed.reshape(len(packed), -1, 1, run) >> shifts
-    parts &= np.uint8((1 << width) - 1)
-    return parts.reshape(len(packed), -1)
+    kind = np.dtype(f"u{math.gcd(run, 8)}")
+    words = np.ascontiguousarray(packed).view(kind)
+    mask = lanes((1 << width) - 1, 8).astype(kind)
+    return interleave([words >> kind.type(shift) & mask for shift in range(0, 8, width)], run // kind.itemsize)
 
 
 def nibbles(packed: Bytes, run: int) -> Bytes:
@@ -73,25 +75,34 @@ def q8_0(blocks: Bytes) -> Unpacked:
     return blocks[:, 2:] ^ np.uint8(128), d, -128 * d
 
 
-def q1_0(blocks: Bytes) -> Unpacked:
+def q1_0_scales(blocks: Bytes) -> tuple[Floats, Floats]:
     d = _half(blocks, 0)
-    return np.unpackbits(blocks[:, 2:], axis=1, bitorder="little"), 2 * d, -d
+    return 2 * d, -d
+
+
+def q1_0(blocks: Bytes) -> Unpacked:
+    return np.unpackbits(blocks[:, 2:], axis=1, bitorder="little"), *q1_0_scales(blocks)
+
+
+def q2_k_scales(blocks: Bytes) -> tuple[Floats, Floats]:
+    scales = blocks[:, :16]
+    return _half(blocks, 80) * (scales & 15), -_half(blocks, 82) * (scales >> 4)
 
 
 def q2_k(blocks: Bytes) -> Unpacked:
-    scales = blocks[:, :16]
-    return (
-        _fields(blocks[:, 16:80], 2, 32),
-        _half(blocks, 80) * (scales & 15),
-        -_half(blocks, 82) * (scales >> 4),
-    )
+    return _fields(blocks[:, 16:80], 2, 32), *q2_k_scales(blocks)
+
+
+def q3_k_scales(blocks: Bytes) -> Floats:
+    scales = _fields(blocks[:, 96:104], 4, 8)
+    scales |= _fields(blocks[:, 104:108], 2, 4) << 4
+    return _half(blocks, 108) * (scales.view(np.int8) - np.int8(32))
 
 
 def q3_k(blocks: Bytes) -> Unpacked:
-    low, high = _fields(blocks[:, 96:104], 4, 8), _fields(blocks[:, 104:108], 2, 4)
-    scales = (low | high << 4).view(np.int8) - np.int8(32)
+    scales = q3_k_scales(blocks)
     q = _fields(blocks[:, 32:96], 2, 32) | _fields(blocks[:, :32], 1, 32) << 2
-    return q.view(np.int8) - np.int8(4), _half(blocks, 108) * scales, np.zeros(scales.shape, np.float32)
+    return q.view(np.int8) - np.int8(4), scales, np.zeros_like(scales)
 
 
 def _scales_and_minima(packed: Bytes) -> tuple[Bytes, Bytes]:
@@ -133,9 +144,8 @@ def tq1_0(blocks: Bytes) -> Unpacked:
     """Five base-3 digits a byte: the first is the highest, read off by multiplying modulo 256."""
 
     def digits(packed: Bytes, count: int) -> Bytes:
-        powers = np.array([1, 3, 9, 27, 81][:count], np.uint8)[:, None]
-        shifted = packed[:, None, :] * powers
-        return (shifted.astype(np.uint16) * 3 >> 8).astype(np.uint8).reshape(len(packed), -1)
+        shifted = [packed * np.uint8(power) for power in (1, 3, 9, 27, 81)[:count]]
+        return np.hstack([(part > 85).view(np.uint8) + (part > 170) for part in shifted])
 
     q = np.hstack([digits(blocks[:, :32], 5), digits(blocks[:, 32:48], 5), digits(blocks[:, 48:52], 4)])
     return _ternary(q, _half(blocks, 52))
@@ -146,11 +156,26 @@ def tq2_0(blocks: Bytes) -> Unpacked:
 
 
 _IQ4 = np.array(quants.IQ4_NL.kvalues, np.int8)
+_IQ4_PAIRS = _IQ4[[[byte & 15, byte >> 4] for byte in range(256)]]  # low half, high half
+
+
+@cache
+def _iq4_values() -> tuple[Integers, Integers]:
+    """For two bytes, the values of their low halves and of their high halves, two bytes each."""
+    first, second = np.divmod(np.arange(1 << 16), 256)[::-1]
+    halves = np.stack([_IQ4_PAIRS[first], _IQ4_PAIRS[second]], axis=1)
+    low, high = (np.ascontiguousarray(halves[:, :, half]).view(np.uint16).reshape(-1) for half in range(2))
+    return low, high
+
+
+def _iq4(packed: Bytes) -> Integers:
+    pairs = np.ascontiguousarray(packed).view(np.uint16)
+    return interleave([values.take(pairs).view(np.uint64) for values in _iq4_values()], 2).view(np.int8)
 
 
 def iq4_nl(blocks: Bytes) -> Unpacked:
     d = _half(blocks, 0)
-    return _IQ4[_fields(blocks[:, 2:], 4, 16)], d, np.zeros_like(d)
+    return _iq4(blocks[:, 2:]), d, np.zeros_like(d)
 
 
 def iq4_xs(blocks: Bytes) -> Unpacked:
@@ -158,20 +183,28 @@ def iq4_xs(blocks: Bytes) -> Unpacked:
     high = _fields(blocks[:, 2:4], 2, 1)
     scales = (low | high << 4).view(np.int8) - np.int8(32)
     d = _half(blocks, 0) * scales
-    return _IQ4[_fields(blocks[:, 8:], 4, 16)], d, np.zeros_like(d)
+    return _iq4(blocks[:, 8:]), d, np.zeros_like(d)
 
 
 @cache
-def _lattice(kind: Any) -> Integers:
-    """The points of an IQ type's lattice, each as one integer of 4 or 8 signed bytes."""
+def lattice(kind: Any) -> Integers:
+    """The points of an IQ type's lattice, int8 [points, 4 or 8]."""
     kind.init_grid()
     points: Integers = kind.grid.reshape(kind.grid_shape).astype(np.int8)
-    return points.view(f"u{points.shape[1]}").reshape(-1)
+    return points
 
 
-def _points(kind: Any, indices: Integers) -> Integers:
-    """int8 [N, values], from the points' numbers [N, points] (or more axes)."""
-    return _lattice(kind)[indices].reshape(len(indices), -1).view(np.int8)
+@cache
+def iq1_m_lattice() -> Integers:
+    """Eighths: 8 g + 1 for the values g of the lattice, and then 8 g - 1."""
+    eighths = lattice(quants.IQ1_S) * np.int8(8)
+    return np.concatenate([eighths + np.int8(1), eighths - np.int8(1)])
+
+
+def _points(points: Integers, numbers: Integers) -> Integers:
+    """int8 [N, values], from the points' numbers [N, points]."""
+    whole = points.view(f"u{points.shape[1]}").reshape(-1)
+    return whole.take(numbers).view(np.int8).reshape(len(numbers), -1)
 
 
 @cache
@@ -183,7 +216,7 @@ def _negations() -> npt.NDArray[np.uint64]:
 
 def _signed(q: Integers, signs: Bytes) -> Integers:
     """`q` [N, values], negated where the bit in `signs` [N, values / 8] is set."""
-    negative = _negations()[signs].reshape(len(q), -1)
+    negative = _negations().take(signs).reshape(len(q), -1)
     return (q.view(np.uint64) ^ negative).view(np.int8) - negative.view(np.int8)
 
 
@@ -194,67 +227,103 @@ def _words(blocks: Bytes, start: int, stop: int, dtype: Any) -> npt.NDArray[Any]
     return np.ascontiguousarray(blocks[:, start:stop]).view(dtype)
 
 
-def _seven_bit_signs(words: npt.NDArray[np.uint32]) -> Bytes:
-    """Four sign bytes of each uint32, uint8 [N, 4 * words]."""
-    indices = words[:, :, None] >> np.array([0, 7, 14, 21], np.uint32) & np.uint32(127)
-    signs: Bytes = _SIGNS[indices].reshape(len(words), -1)
-    return signs
+def _high_bits(low: Bytes, high: Bytes) -> npt.NDArray[np.uint16]:
+    """Numbers of two bytes."""
+    return interleave([low, high], 1).view(np.uint16)
+
+
+def _four_signs(words: npt.NDArray[np.uint32]) -> Bytes:
+    """Four sign bytes of the 28 low bits of each uint32, uint8 [N, 4 * words]."""
+    return interleave([_SIGNS.take(words >> np.uint32(shift) & np.uint32(127)) for shift in (0, 7, 14, 21)], 1)
+
+
+def iq2_xxs_parts(blocks: Bytes) -> tuple[Integers, Bytes, Floats]:
+    """Numbers of points, signs, scales."""
+    words = _words(blocks, 2, 66, np.uint32)
+    points, rest = np.ascontiguousarray(words[:, ::2]).view(np.uint8), words[:, 1::2]
+    return points, _four_signs(rest), _half(blocks, 0) * (np.float32(0.5) + (rest >> 28).astype(np.float32)) / 4
 
 
 def iq2_xxs(blocks: Bytes) -> Unpacked:
-    words = _words(blocks, 2, 66, np.uint32).reshape(-1, 8, 2)
-    points = np.ascontiguousarray(words[:, :, 0]).view(np.uint8)
-    q = _points(quants.IQ2_XXS, points)
-    scales = _half(blocks, 0) * (0.5 + (words[:, :, 1] >> 28).astype(np.float32)) * 0.25
-    return _signed(q, _seven_bit_signs(words[:, :, 1])), scales, np.zeros_like(scales)
+    points, signs, scales = iq2_xxs_parts(blocks)
+    return _signed(_points(lattice(quants.IQ2_XXS), points), signs), scales, np.zeros_like(scales)
+
+
+def iq3_xxs_parts(blocks: Bytes) -> tuple[Integers, Bytes, Floats]:
+    """Numbers of points, signs, scales."""
+    words = _words(blocks, 66, 98, np.uint32)
+    scales = _half(blocks, 0) * (np.float32(0.5) + (words >> 28).astype(np.float32)) / 2
+    return blocks[:, 2:66], _four_signs(words), scales
 
 
 def iq3_xxs(blocks: Bytes) -> Unpacked:
-    words = _words(blocks, 66, 98, np.uint32)
-    q = _points(quants.IQ3_XXS, blocks[:, 2:66])
-    scales = _half(blocks, 0) * (0.5 + (words >> 28).astype(np.float32)) * 0.5
-    return _signed(q, _seven_bit_signs(words)), scales, np.zeros_like(scales)
+    points, signs, scales = iq3_xxs_parts(blocks)
+    return _signed(_points(lattice(quants.IQ3_XXS), points), signs), scales, np.zeros_like(scales)
 
 
-def iq2_xs(blocks: Bytes) -> Unpacked:
-    words = _words(blocks, 2, 66, np.uint16)
-    q = _points(quants.IQ2_XS, words & 511)
-    scales = _half(blocks, 0) * (0.5 + _fields(blocks[:, 66:74], 4, 1)) * 0.25
-    return _signed(q, _SIGNS[words >> 9]), scales.astype(np.float32), np.zeros(scales.shape, np.float32)
-
-
-def iq2_s(blocks: Bytes) -> Unpacked:
-    points = blocks[:, 2:34].astype(np.uint16) | _fields(blocks[:, 66:74], 2, 1).astype(np.uint16) << 8
-    q = _points(quants.IQ2_S, points)
-    scales = _half(blocks, 0) * (0.5 + _fields(blocks[:, 74:82], 4, 1)) * 0.25
-    return _signed(q, blocks[:, 34:66]), scales.astype(np.float32), np.zeros(scales.shape, np.float32)
+def iq3_s_parts(blocks: Bytes) -> tuple[Integers, Bytes, Floats]:
+    """Numbers of points, signs, scales."""
+    high = np.unpackbits(blocks[:, 66:74], axis=1, bitorder="little")
+    scales = _half(blocks, 0) * (1 + 2 * _fields(blocks[:, 106:110], 4, 1))
+    return _high_bits(blocks[:, 2:66], high), blocks[:, 74:106], scales
 
 
 def iq3_s(blocks: Bytes) -> Unpacked:
     """The lattice has odd values up to 15 only: q counts them from -15 in steps of 2, which fits 4 bits."""
-    points = blocks[:, 2:66].astype(np.uint16) | _fields(blocks[:, 66:74], 1, 1).astype(np.uint16) << 8
-    q = _signed(_points(quants.IQ3_S, points), blocks[:, 74:106])
-    scales = _half(blocks, 0) * (1 + 2 * _fields(blocks[:, 106:110], 4, 1).astype(np.float32))
+    points, signs, scales = iq3_s_parts(blocks)
+    q = _signed(_points(lattice(quants.IQ3_S), points), signs)
     return (q + np.int8(15)).view(np.uint8) >> 1, 2 * scales, -15 * scales
 
 
-def iq1_s(blocks: Bytes) -> Unpacked:
+def iq2_xs_parts(blocks: Bytes) -> tuple[Integers, Bytes, Bytes, Floats]:
+    """Numbers of points, signs, pairs of scales in units: two of 4 bits in a byte, the unit of 2 s + 1."""
+    words = _words(blocks, 2, 66, np.uint16)
+    return words & np.uint16(511), _SIGNS.take(words >> np.uint16(9)), blocks[:, 66:74], _half(blocks, 0) / 8
+
+
+def iq2_s_parts(blocks: Bytes) -> tuple[Integers, Bytes, Bytes, Floats]:
+    """Numbers of points, signs, pairs of scales in units: two of 4 bits in a byte, the unit of 2 s + 1."""
+    points = _high_bits(blocks[:, 2:34], _fields(blocks[:, 66:74], 2, 1))
+    return points, blocks[:, 34:66], blocks[:, 74:82], _half(blocks, 0) / 8
+
+
+def _iq2_pairs(kind: Any, points: Integers, signs: Bytes, pairs: Bytes, unit: Floats) -> Unpacked:
+    scales = unit * (1 + 2 * _fields(pairs, 4, 1))
+    return _signed(_points(lattice(kind), points), signs), scales, np.zeros_like(scales)
+
+
+def iq2_xs(blocks: Bytes) -> Unpacked:
+    return _iq2_pairs(quants.IQ2_XS, *iq2_xs_parts(blocks))
+
+
+def iq2_s(blocks: Bytes) -> Unpacked:
+    return _iq2_pairs(quants.IQ2_S, *iq2_s_parts(blocks))
+
+
+def iq1_s_parts(blocks: Bytes) -> tuple[Integers, Floats, Floats]:
+    """Numbers of points, scales, offsets of values that are one more than the lattice's."""
     high = _words(blocks, 34, 50, np.uint16)
-    points = blocks[:, 2:34].reshape(-1, 8, 4) | (high[:, :, None] >> np.array([0, 3, 6, 9], np.uint16) & 7) << 8
-    q = _points(quants.IQ1_S, points) + np.int8(1)
+    thirds = [(high >> np.uint16(shift)).astype(np.uint8) & np.uint8(7) for shift in (0, 3, 6, 9)]
     scales = _half(blocks, 0) * (2 * (high >> 12 & 7) + 1).astype(np.float32)
     shift = np.where(high & 0x8000, np.float32(-1.125), np.float32(-0.875))
-    return q.view(np.uint8), scales, scales * shift
+    return _high_bits(blocks[:, 2:34], interleave(thirds, 1)), scales, scales * shift
+
+
+def iq1_s(blocks: Bytes) -> Unpacked:
+    points, scales, offsets = iq1_s_parts(blocks)
+    return (_points(lattice(quants.IQ1_S), points) + np.int8(1)).view(np.uint8), scales, offsets
+
+
+def iq1_m_parts(blocks: Bytes) -> tuple[Integers, Bytes, Floats]:
+    """Numbers of points, pairs of scales in units: two of 3 bits in a byte, the unit of 2 s + 1."""
+    words = _words(blocks, 48, 56, np.uint16)
+    d = words[:, 0] >> 12 | words[:, 1] >> 8 & 0x00F0 | words[:, 2] >> 4 & 0x0F00 | words[:, 3] & 0xF000
+    pairs = interleave([(words >> np.uint16(shift)).astype(np.uint8) & np.uint8(63) for shift in (0, 6)], 1)
+    points = _high_bits(blocks[:, :32], _fields(blocks[:, 32:48], 4, 1))
+    return points, pairs, d.view(np.float16).astype(np.float32)[:, None] / 8
 
 
 def iq1_m(blocks: Bytes) -> Unpacked:
-    """Eighths: q is 8 g + 1 or 8 g - 1 for the lattice's values g."""
-    words = _words(blocks, 48, 56, np.uint16)
-    d = words[:, 0] >> 12 | words[:, 1] >> 8 & 0x00F0 | words[:, 2] >> 4 & 0x0F00 | words[:, 3] & 0xF000
-    fields = (words[:, :, None] >> np.array([0, 3, 6, 9], np.uint16) & 7).reshape(len(blocks), -1)
-    scales = d.view(np.float16).astype(np.float32)[:, None] * (2 * fields + 1).astype(np.float32) / 8
-    high = _fields(blocks[:, 32:48], 4, 1)
-    points = blocks[:, :32].astype(np.uint16) | (high & 7).astype(np.uint16) << 8
-    sign = np.where(high & 8, np.int8(-1), np.int8(1))[:, :, None]
-    q = _points(quants.IQ1_S, points).reshape(len(blocks), -1, 8) * np.int8(8) + sign
-    return q.reshape(len(blocks), -1), scales, np.zeros_like(scales)
+    points, pairs, unit = iq1_m_parts(blocks)
+    scales = unit * (1 + 2 * interleave([pairs & np.uint8(7), pairs >> np.uint8(3)], 1))
+    return _points(iq1_m_lattice(), points), scales, np.zeros_like(scales)

@@ -1,0 +1,165 @@
+"""Measures how GGUF files of each block type load: python tests/benchmarks/gguf_load.py [TYPE ...] [--gigabytes 1]
+
+For each type a Llama of random blocks is written to a temporary folder and loaded in a process of its own, through the
+same function as every command uses. Prints a Markdown table: seconds on the clock and of the processors, the size of
+the result, and the most memory that was in use beside the mapped file, as a multiple of the result (on Linux).
+"""
+
+import argparse
+import datetime
+import json
+import math
+import os
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import gguf
+import mlx.core as mx
+import numpy as np
+from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
+from mlx.utils import tree_flatten
+
+from metalctl.engine.acceleration import prepare
+from metalctl.engine.models.checkpoint import Checkpoint
+from metalctl.engine.models.gguf import unpack
+from metalctl.engine.models.gguf.quants import FORMATS, dequantize_blocks
+from metalctl.engine.models.loader import load
+from metalctl.engine_start import kernel_cache
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+from tests.engine.models.gguf.writer import add_byte_vocabulary, add_value
+
+HIDDEN, FEED_FORWARD, KEYS, VOCABULARY = 4096, 14336, 1024, 320
+METADATA = {
+    "block_count": 0,
+    "context_length": 4096,
+    "embedding_length": HIDDEN,
+    "feed_forward_length": FEED_FORWARD,
+    "attention.head_count": 32,
+    "attention.head_count_kv": 8,
+    "attention.layer_norm_rms_epsilon": 1e-5,
+    "rope.freq_base": 10000.0,
+    "vocab_size": VOCABULARY,
+}
+MATRICES = {
+    "attn_q": (HIDDEN, HIDDEN),
+    "attn_k": (KEYS, HIDDEN),
+    "attn_v": (KEYS, HIDDEN),
+    "attn_output": (HIDDEN, HIDDEN),
+    "ffn_gate": (FEED_FORWARD, HIDDEN),
+    "ffn_up": (FEED_FORWARD, HIDDEN),
+    "ffn_down": (HIDDEN, FEED_FORWARD),
+}
+
+
+def random_rows(kind: GGMLQuantizationType, shape: tuple[int, int]) -> np.ndarray:
+    """Rows of random blocks, uint8 [rows, bytes], whose values are all finite and small."""
+    block, size = GGML_QUANT_SIZES[kind]
+    blocks = np.random.default_rng(0).integers(0, 256, (1 << 16, size), dtype=np.uint8)
+    unpacker = getattr(unpack, kind.name.lower(), None)
+    with np.errstate(all="ignore"):
+        values = dequantize_blocks(unpacker(blocks)) if unpacker else gguf.dequantize(blocks, kind)
+        sound = blocks[(np.abs(values) < 100).all(axis=1)]
+    count = math.prod(shape) // block
+    return np.resize(sound, (count, size)).reshape(shape[0], -1)
+
+
+def write_model(path: Path, kind: GGMLQuantizationType, size: float) -> None:
+    """A Llama of about `size` bytes."""
+    block, block_bytes = GGML_QUANT_SIZES[kind]
+    layer = sum(math.prod(shape) for shape in MATRICES.values()) / block * block_bytes
+    layers = max(round(size / layer), 1)
+    writer = gguf.GGUFWriter(path, "llama")
+    for key, value in (METADATA | {"block_count": layers}).items():
+        add_value(writer, f"llama.{key}", value)
+    add_byte_vocabulary(writer, VOCABULARY)
+    norm = np.ones(HIDDEN, np.float32)
+    rows = {name: random_rows(kind, shape) for name, shape in MATRICES.items()}
+    writer.add_tensor("token_embd.weight", np.ones((VOCABULARY, HIDDEN), np.float16))
+    writer.add_tensor("output_norm.weight", norm)
+    for number in range(layers):
+        for name, data in rows.items():
+            writer.add_tensor(f"blk.{number}.{name}.weight", data, raw_dtype=kind)
+        writer.add_tensor(f"blk.{number}.attn_norm.weight", norm)
+        writer.add_tensor(f"blk.{number}.ffn_norm.weight", norm)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+class PeakMemory(threading.Thread):
+    """Watches this process's own memory, without files that are mapped. `bytes` is 0 where the system does not tell."""
+
+    def __init__(self) -> None:
+        super().__init__(daemon=True)
+        self.bytes = 0
+        self._done = threading.Event()
+
+    def run(self) -> None:
+        status = Path("/proc/self/status")
+        while status.exists() and not self._done.wait(0.01):
+            line = next(line for line in status.read_text().splitlines() if line.startswith("RssAnon:"))
+            self.bytes = max(self.bytes, 1024 * int(line.split()[1]))
+
+    def stop(self) -> int:
+        self._done.set()
+        self.join()
+        return self.bytes
+
+
+def measure(path: Path, kernels: bool) -> dict[str, Any]:
+    """Loads the file in this process."""
+    if kernels:
+        prepare(kernel_cache(), lambda text: print(text, file=sys.stderr))
+    mx.eval(mx.zeros(1))
+    memory = PeakMemory()
+    memory.start()
+    wall, processor = time.perf_counter(), time.process_time()
+    model = load(Checkpoint(str(path), "gguf", path, (path,))).model
+    wall, processor = time.perf_counter() - wall, time.process_time() - processor
+    peak = memory.stop()
+    size = sum(array.nbytes for _, array in tree_flatten(model.parameters()))
+    return {"file": path.stat().st_size, "wall": wall, "processor": processor, "result": size, "peak": peak}
+
+
+def measure_type(kind: GGMLQuantizationType, size: float, options: list[str]) -> dict[str, Any]:
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "model.gguf"
+        write_model(path, kind, size)
+        command = [sys.executable, __file__, "--load", str(path), *options]
+        return dict(json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("types", nargs="*", metavar="TYPE", help="all block types without it")
+    parser.add_argument("--gigabytes", type=float, default=1, help="of the file")
+    parser.add_argument("--kernels", action="store_true", help="with what replacing layers by CPU kernels takes")
+    parser.add_argument("--load", type=Path, help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.load:
+        print(json.dumps(measure(arguments.load, arguments.kernels)))
+        return
+    print(f"MLX {mx.__version__}, {os.cpu_count()} cores, {datetime.date.today()}\n")
+    print("| type | file GB | seconds | processor s | s/GB | result GB | peak |\n|" + " --- |" * 7)
+    for kind in FORMATS:
+        if arguments.types and kind.name not in arguments.types:
+            continue
+        found = measure_type(kind, arguments.gigabytes * 1e9, ["--kernels"] if arguments.kernels else [])
+        print(
+            f"| {kind.name} | {found['file'] / 1e9:.2f} | {found['wall']:.1f} | {found['processor']:.1f} "
+            f"| {1e9 * found['wall'] / found['file']:.1f} | {found['result'] / 1e9:.2f} "
+            f"| {found['peak'] / found['result']:.2f} |",
+            flush=True,
+        )
+
+
+if __name__ == "__main__":
+    main()
