@@ -53,19 +53,43 @@ inline uint16_t float_to_bfloat(float value) {
   return uint16_t((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
 }
 
-// Value i of a row of codes: MLX writes them one after the other, from the lowest bit of the first byte up.
-inline int mlx_code(const uint8_t* row, int bits, int64_t i) {
+// Codes i to i + 3 of a row, a byte each, i a multiple of 4: MLX writes codes one after the other, from the lowest bit up.
+template <int bits>
+uint32_t four_codes(const uint8_t* row, int64_t i) {
   const int64_t at = i * bits;
-  unsigned two = row[at / 8];
-  if (at % 8 + bits > 8) two |= unsigned(row[at / 8 + 1]) << 8;
-  return two >> at % 8 & ((1u << bits) - 1);
+  const uint32_t mask = (1u << bits) - 1;
+  const uint8_t* p = row + at / 8;
+  uint32_t some = p[0] | uint32_t(p[1]) << 8;
+  if (bits > 4) some |= uint32_t(p[2]) << 16;
+  if (bits > 6) some |= uint32_t(p[3]) << 24;
+  some >>= at % 8;
+  return (some & mask) | (some << (8 - bits) & mask << 8) | (some << 2 * (8 - bits) & mask << 16) |
+         (some << 3 * (8 - bits) & mask << 24);
+}
+
+// 32 codes of one row to its lane of a unit.
+template <int bits>
+void pack_unit(const uint8_t* row, int64_t from, uint8_t* to) {
+  uint32_t fours[8];
+  for (int i = 0; i < 8; i++) fours[i] = four_codes<bits>(row, from + 4 * i);
+  auto store = [&](int place, uint32_t bytes) { std::memcpy(to + 64 * place, &bytes, 4); };
+  if (bits == 8) {
+    for (int i = 0; i < 8; i++) store(i, fours[i]);
+    return;
+  }
+  for (int i = 0; i < 4; i++) store(i, (fours[i] & 0x0f0f0f0f) | (fours[i + 4] & 0x0f0f0f0f) << 4);
+  uint32_t high[2] = {0, 0};
+  for (int i = 0; i < 8; i++) {
+    if (bits == 5) high[0] |= (fours[i] >> 4 & 0x01010101) << i;
+    if (bits == 6) high[i / 4] |= (fours[i] >> 4 & 0x03030303) << 2 * (i % 4);
+  }
+  for (int i = 0; i < bits - 4; i++) store(4 + i, high[i]);
 }
 
 // `scales` and `offsets` are [n, k / group], float16 or float32 as the pack says.
-inline void pack_quantized_tile(const Pack& to, int tile, const uint8_t* codes, const uint8_t* scales, const uint8_t* offsets,
-                                uint8_t* data) {
-  const int bits = int(to.format), groups = to.groups(), width = to.wide_scales ? 4 : 2;
-  uint8_t* out = data + tile * to.tile_bytes();
+template <int bits>
+void pack_tile(const Pack& to, int tile, const uint8_t* codes, const uint8_t* scales, const uint8_t* offsets, uint8_t* out) {
+  const int groups = to.groups(), width = to.wide_scales ? 4 : 2;
   std::memset(out, 0, to.tile_bytes());
   for (int lane = 0; lane < TILE && tile * TILE + lane < to.n; lane++) {
     const int64_t row = tile * TILE + lane;
@@ -74,19 +98,20 @@ inline void pack_quantized_tile(const Pack& to, int tile, const uint8_t* codes, 
       uint8_t* p = out + g * to.group_bytes();
       std::memcpy(p + lane * width, scales + (row * groups + g) * width, width);
       std::memcpy(p + (TILE + lane) * width, offsets + (row * groups + g) * width, width);
-      p += 2 * TILE * width;
-      for (int i = 0; i < to.group; i++) {
-        uint8_t* unit32 = p + i / 32 * to.unit_bytes();
-        const int code = mlx_code(from, bits, int64_t(g) * to.group + i), unit = i % 32 / 4, byte = lane * 4 + i % 4;
-        if (bits == 8) {
-          unit32[64 * unit + byte] = uint8_t(code);
-          continue;
-        }
-        unit32[64 * (unit % 4) + byte] |= uint8_t((code & 15) << (unit < 4 ? 0 : 4));
-        if (bits == 5) unit32[256 + byte] |= uint8_t((code >> 4) << unit);
-        if (bits == 6) unit32[256 + 64 * (unit / 4) + byte] |= uint8_t((code >> 4) << 2 * (unit % 4));
-      }
+      p += 2 * TILE * width + 4 * lane;
+      for (int i = 0; i < to.group; i += 32) pack_unit<bits>(from, int64_t(g) * to.group + i, p + i / 32 * to.unit_bytes());
     }
+  }
+}
+
+inline void pack_quantized_tile(const Pack& to, int tile, const uint8_t* codes, const uint8_t* scales, const uint8_t* offsets,
+                                uint8_t* data) {
+  uint8_t* out = data + tile * to.tile_bytes();
+  switch (int(to.format)) {
+    case 4: return pack_tile<4>(to, tile, codes, scales, offsets, out);
+    case 5: return pack_tile<5>(to, tile, codes, scales, offsets, out);
+    case 6: return pack_tile<6>(to, tile, codes, scales, offsets, out);
+    case 8: return pack_tile<8>(to, tile, codes, scales, offsets, out);
   }
 }
 
