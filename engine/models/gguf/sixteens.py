@@ -21,9 +21,9 @@ def q2_k(blocks: Bytes) -> tuple[Bytes, Floats, Floats]:
     least = np.minimum(starts, stops).min(axis=1)
     unit = (np.maximum(starts, stops).max(axis=1) - least) / np.float32(15)
     per_unit = _reciprocal(unit)[:, None]
-    ratios = _fixed(scales * per_unit, 12)
-    starts = _fixed((starts - least[:, None]) * per_unit + np.float32(0.5), 12)
-    codes = starts * EACH + ratios * np.uint64(0x0003_0002_0001_0000) >> np.uint64(12) & lanes(15, 16)
+    step = _fixed(scales * per_unit, 12)
+    first = _fixed((starts - least[:, None]) * per_unit + np.float32(0.5), 12)
+    codes = first * EACH + step * np.uint64(0x0003_0002_0001_0000) >> np.uint64(12) & lanes(15, 16)
     fields = split_quarters(blocks[:, 16:80]).view(np.uint64)
     return _choose(fields, codes.reshape(16, -1).T).view(np.uint8), unit.T, least.T
 
@@ -43,8 +43,8 @@ def _choose(fields: Words, codes: Words) -> Words:
 def q3_k(blocks: Bytes) -> tuple[Bytes, Floats, Floats]:
     """5 bits around zero: the larger of the two scales is four steps."""
     unit, ratios = _quarters(unpack.q3_k_scales(blocks))
-    ratios = _fixed(ratios, 10)
-    starts = np.uint64(16 << 10 | 1 << 9) - np.uint64(4) * ratios
+    steps = _fixed(ratios, 10)
+    starts = np.uint64(16 << 10 | 1 << 9) - np.uint64(4) * steps
     low, high = _columns(blocks[:, 32:96]), _columns(blocks[:, :32])
     words = np.empty((2, 4, *high.shape), np.uint64)  # half, bits of a byte, place: 8 values in a word
     for half in range(2):
@@ -53,16 +53,16 @@ def q3_k(blocks: Bytes) -> tuple[Bytes, Floats, Floats]:
             words[half, field] <<= np.uint64(2)
             words[half, field] |= low[4 * half : 4 * half + 4] >> np.uint64(2 * field) & lanes(3, 8)
     words = words.reshape(16, 2, -1)
-    even = _scaled(words & lanes(255, 16), ratios, starts)
-    odd = _scaled(words >> np.uint64(8) & lanes(255, 16), ratios, starts)
+    even = _scaled(words & lanes(255, 16), steps, starts)
+    odd = _scaled(words >> np.uint64(8) & lanes(255, 16), steps, starts)
     packed = pack_tens((even | odd << np.uint64(5)).reshape(32, -1).T)
     return packed, unit.T, np.float32(-16) * unit.T
 
 
-def _scaled(fields: Words, ratios: Words, starts: Words) -> Words:
-    """`fields` [G, n, N] times `ratios` [G, N] and added to `starts`, in lanes of 16 bits, 10 of them a fraction."""
+def _scaled(fields: Words, steps: Words, starts: Words) -> Words:
+    """`fields` [G, n, N] times `steps` [G, N] and added to `starts`, in lanes of 16 bits, 10 of them a fraction."""
     codes = fields.view(np.uint16)
-    codes *= (ratios * EACH).view(np.uint16)[:, None]
+    codes *= (steps * EACH).view(np.uint16)[:, None]
     codes += (starts * EACH).view(np.uint16)[:, None]
     codes >>= np.uint16(10)
     return np.minimum(codes, np.uint16(31), out=codes).view(np.uint64)
