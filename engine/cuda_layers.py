@@ -5,6 +5,7 @@ a token. MLX's product of a few rows with a 4-bit matrix reads the matrix once f
 16 bits takes the host longer to launch than a small matrix takes the device.
 """
 
+import itertools
 from collections import Counter
 from typing import Any
 
@@ -12,11 +13,13 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models import gated_delta, ssm
 
-from metalctl.engine.siblings import Siblings, Together, direct_children
+from metalctl.engine.siblings import Siblings, direct_children
 from metalctl.kernels import linear_rows
 from metalctl.kernels.quantized_rows import quantized_rows
 from metalctl.kernels.recurrent import gated_delta as run_gated_delta
 from metalctl.kernels.recurrent import state_space_step
+
+MOST_ROWS = 64  # of a product with matrices laid end to end: beyond, its parts are large and would be copied
 
 _ssm_attn = ssm.ssm_attn
 
@@ -47,12 +50,12 @@ def accelerate(model: nn.Module) -> list[str]:
     install()
     replaced: Counter[str] = Counter()
     for parent in model.modules():
-        siblings = Siblings(_join, lambda member, x: _join([member])(x)[0])
+        siblings = Siblings(_Join, lambda member, x: _Join([member])(x)[0])
         for module in direct_children(parent):
             if type(module) in _QUANTISED and getattr(module, "mode", None) == "affine":
                 module.__class__ = _QUANTISED[type(module)]
                 replaced["quantised layers"] += 1
-            elif type(module) is nn.Linear and linear_rows.can_hold(module.weight):
+            elif type(module) is nn.Linear and module.weight.dtype in (mx.float16, mx.bfloat16):
                 module.__class__ = Linear
                 object.__setattr__(module, "siblings", siblings)
                 replaced["linear layers"] += 1
@@ -60,14 +63,31 @@ def accelerate(model: nn.Module) -> list[str]:
     return [f"CUDA kernels: {', '.join(counts)}"] if counts else []
 
 
-def _join(members: list[nn.Linear]) -> Together:
-    """Some layers' products in one operation."""
+class _Join:
+    """Some layers' products: of few rows in one operation. Large matrices are laid end to end for that."""
 
-    def together(x: mx.array) -> list[mx.array]:
-        products = linear_rows.linear_rows(x, [member.weight for member in members])
-        return [y + m.bias if "bias" in m else y for y, m in zip(products, members, strict=True)]
+    def __init__(self, members: list[nn.Linear]):
+        self._members = members
+        self._joined: mx.array | None = None
+        if len(members) > 1 and not all(map(linear_rows.can_hold, self._weights)):
+            self._joined = mx.concatenate(self._weights)
+            ends = list(itertools.accumulate(weight.shape[0] for weight in self._weights))
+            for member, weight in zip(members, mx.split(self._joined, ends[:-1]), strict=True):
+                member.weight = weight  # a view
+            self._joined = self._joined.T
+            mx.eval(self._joined, *self._weights)
 
-    return together
+    @property
+    def _weights(self) -> list[mx.array]:
+        return [member.weight for member in self._members]
+
+    def __call__(self, x: mx.array) -> list[mx.array]:
+        if self._joined is not None and x.size <= MOST_ROWS * x.shape[-1]:
+            ends = list(itertools.accumulate(weight.shape[0] for weight in self._weights))
+            products = mx.split(x @ self._joined, ends[:-1], axis=-1)
+        else:
+            products = linear_rows.linear_rows(x, self._weights)
+        return [y + m.bias if "bias" in m else y for y, m in zip(products, self._members, strict=True)]
 
 
 def install() -> None:

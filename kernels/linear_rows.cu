@@ -28,7 +28,7 @@ const int block = blockIdx.x - (which == 0 ? 0 : which == 1 ? blocks0 : blocks0 
 //@ product
 // A block computes 16 STRIPS columns of y. Its warps part the K elements among themselves: each takes UNROLL chunks of
 // 32 neighbours at a time, a quarter of a chunk a lane.
-__shared__ float shares[WARPS][16 * STRIPS][TILES * 8];
+__shared__ float shares[WARPS][16 * STRIPS][TILES * 8 + 1];
 const int lane = threadIdx.x % 32;
 const int warp = threadIdx.x / 32;
 const int g = lane / 4;

@@ -14,8 +14,8 @@ from metalctl.kernels import dispatch
 
 MOST_ROWS = 32
 MOST_TOGETHER = 3  # matrices
-LARGEST = 1 << 26  # bytes of a matrix; beyond, cuBLAS reads faster by more than its launch costs
-WARPS = 8
+LARGEST = 1 << 24  # bytes of a matrix; beyond, cuBLAS reads faster by more than its launch costs
+WARPS, UNROLL, STRIPS = 8, 4, 1  # of a block: what measured best within a step
 _SECTIONS = ("one", "two", "three")
 
 
@@ -31,13 +31,12 @@ def linear_rows(x: mx.array, weights: Sequence[mx.array]) -> list[mx.array]:
         return reference(x, weights)
     width = x.shape[-1]
     rows = x.size // width
-    strips = 1 if sum(weight.shape[0] for weight in weights) < 8192 or rows > 32 else 2
-    blocks = sum(-(-weight.shape[0] // (16 * strips)) for weight in weights)
+    blocks = sum(-(-weight.shape[0] // (16 * STRIPS)) for weight in weights)
     outputs: list[mx.array] = kernel(len(weights))(
         inputs=[x.reshape(rows, width), *weights],
         template=[
-            *(("T", x.dtype), ("TILES", -(-rows // 8)), ("STRIPS", strips)),
-            *(("WARPS", WARPS), ("UNROLL", 4 if rows > 8 else 8 // strips)),
+            *(("T", x.dtype), ("TILES", -(-rows // 8))),
+            *(("WARPS", WARPS), ("UNROLL", UNROLL), ("STRIPS", STRIPS)),
         ],
         grid=(blocks * WARPS * 32, 1, 1),
         threadgroup=(WARPS * 32, 1, 1),

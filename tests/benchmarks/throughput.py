@@ -24,6 +24,7 @@ import mlx.nn as nn
 from mlx.utils import tree_map
 from mlx_lm.generate import BatchGenerator
 
+from metalctl.engine import acceleration
 from metalctl.engine.config import EngineConfig
 from metalctl.engine.llm_engine import LLMEngine
 from metalctl.engine.models.checkpoint import LoadedModel
@@ -73,6 +74,14 @@ def build(shape: str, dtype: mx.Dtype, bits: int | None) -> nn.Module:
     mx.eval(model.parameters())
     model.eval()
     return model
+
+
+def accelerated(model: nn.Module, shape: str, dtype: mx.Dtype, bits: int | None) -> nn.Module:
+    """Another model with the same weights, with the layers that metalctl serves it with; `model` stays mlx-lm's own."""
+    twin = build(shape, dtype, bits)
+    twin.update(model.parameters())
+    acceleration.accelerate(twin)
+    return twin
 
 
 def prompts(count: int, vocab: int, seed: int) -> Round:
@@ -141,7 +150,8 @@ def main() -> None:
     model = build(arguments.shape, getattr(mx, arguments.dtype), arguments.bits)
     vocab = int(SHAPES[arguments.shape]["vocab_size"])  # type: ignore[call-overload]
     tokenizer = CharacterTokenizer()
-    loaded = LoadedModel(model, tokenizer, {"vocab_size": vocab}, 65536, fingerprint="random")  # type: ignore[arg-type]
+    ours_model = accelerated(model, arguments.shape, getattr(mx, arguments.dtype), arguments.bits)
+    loaded = LoadedModel(ours_model, tokenizer, {"vocab_size": vocab}, 65536, fingerprint="random")  # type: ignore[arg-type]
     label = f"{arguments.shape} {f'{arguments.bits}-bit' if arguments.bits else arguments.dtype}"
     rows = []
 

@@ -87,3 +87,27 @@ def test_layers_that_are_given_the_same_array_are_computed_together(monkeypatch)
         for ours, theirs in zip(block(array), (deep, flat), strict=True):
             assert mx.allclose(ours, theirs, rtol=2e-2, atol=2e-2)
     assert sizes == [1, 1, 1, 2, 1, 2, 1]  # the first pass shows which belong together
+
+
+@pytest.mark.usefixtures("installed")
+def test_large_matrices_are_laid_end_to_end_and_give_the_same(monkeypatch):
+    monkeypatch.setattr(cuda_layers.linear_rows, "LARGEST", 100)
+
+    class Block(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.second = nn.Linear(64, 32), nn.Linear(64, 48, bias=False)
+
+        def __call__(self, x):
+            return self.first(x), self.second(x)
+
+    block = Block()
+    block.set_dtype(mx.bfloat16)
+    weights = [block.first.weight, block.second.weight]
+    inputs = [mx.random.normal((1, rows, 64)).astype(mx.bfloat16) for rows in (2, 3, 100)]
+    expected = [block(x) for x in inputs]
+    cuda_layers.accelerate(block)
+    for x, results in zip(inputs * 2, expected * 2, strict=True):
+        for ours, theirs in zip(block(x), results, strict=True):
+            assert mx.allclose(ours, theirs, rtol=2e-2, atol=2e-2)
+    assert all((now.weight == was).all() for now, was in zip((block.first, block.second), weights, strict=True))
