@@ -14,6 +14,7 @@ from metalctl.engine.cache.block_manager import BlockTable, Group
 from metalctl.engine.cache.block_pool import NULL
 
 Ints = NDArray[np.int32]
+UNSIGNED = {1: mx.uint8, 2: mx.uint16, 4: mx.uint32}  # by bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +47,7 @@ class GroupContext:
     blocks: tuple[int, ...] = ()  # of the one sequence
     rows: "BatchArrays | None" = None  # of a batch
     starts: mx.array | None = None  # of a batch with a window: the position of each row's first slot, [B] int32
+    _seen: dict[int, mx.array] = field(default_factory=dict)  # by the bytes of an element
 
     @cached_property
     def mask(self) -> mx.array | None:
@@ -65,14 +67,18 @@ class GroupContext:
             mask = mx.where(query < first, slot == 0, mask)
         return mask
 
-    @cached_property
-    def seen(self) -> mx.array | None:
-        """For a batch, which of the slots that are read any new token sees, `[B, length, 1, 1]` bool; else None."""
+    def seen(self, dtype: mx.Dtype) -> mx.array | None:
+        """For a batch, unsigned integers as wide as `dtype` with all bits set for the slots that any new token sees, and
+        none for the others, `[B, length, 1, 1]`; else None."""
         if self.mask is None:
             return None
-        batch, _, length, count = self.mask.shape
-        seen = self.mask if length == 1 else self.mask.any(axis=2)
-        return seen.reshape(batch, count, 1, 1)
+        if dtype.size not in self._seen:
+            batch, _, length, count = self.mask.shape
+            seen = self.mask if length == 1 else self.mask.any(axis=2)
+            bits = UNSIGNED[dtype.size]
+            every, none = mx.array((1 << 8 * dtype.size) - 1, bits), mx.array(0, bits)
+            self._seen[dtype.size] = mx.where(seen.reshape(batch, count, 1, 1), every, none)
+        return self._seen[dtype.size]
 
     @cached_property
     def paged(self) -> Paged:

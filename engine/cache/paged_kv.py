@@ -4,7 +4,7 @@ import mlx.core as mx
 from mlx_lm.models.base import create_causal_mask
 from mlx_lm.models.cache import _BaseCache
 
-from metalctl.engine.cache.forward import Forward, GroupContext, Paged
+from metalctl.engine.cache.forward import UNSIGNED, Forward, GroupContext, Paged
 from metalctl.engine.cache.layout import KVLayer
 
 Mask = mx.array | str | None
@@ -185,9 +185,11 @@ class PagedKVCache(_BaseCache):  # type: ignore[misc]
         blocks = pool.reshape(-1, self.block_size, *pool.shape[1:])[context.read]
         batch, count, size, heads, width = blocks.shape
         tokens = blocks.reshape(batch, count * size, heads, width)
-        if context.seen is not None:
-            # What nobody sees may be of a sequence that left there something not finite, which 0 times is no 0.
-            return mx.where(context.seen, tokens, 0).transpose(0, 2, 1, 3)
+        seen = context.seen(pool.dtype)
+        if seen is not None:
+            # What nobody sees may be of a sequence that left there something not finite, which 0 times is no 0. On the
+            # bits this takes a third of the time that mx.where does.
+            return (tokens.view(UNSIGNED[pool.dtype.size]) & seen).view(pool.dtype).transpose(0, 2, 1, 3)
         return tokens[:, context.skip : context.skip + context.length].transpose(0, 2, 1, 3)
 
 

@@ -62,14 +62,15 @@ WARM_UP = 10
 def rounds(model: Any, count: int, steps: int, native: bool, repeats: int, **params: Any) -> tuple[float, float]:
     """Median seconds of a step with `count` sequences, and of the model alone on that batch."""
     most = PROMPT + 2 * WARM_UP + steps * repeats + 50
-    loaded = LoadedModel(model, byte_tokenizer(), {"vocab_size": tiny.VOCAB}, most, fingerprint="tiny")
-    engine = LLMEngine(loaded, EngineConfig(max_num_seqs=count, kv_cache_bytes=1 << 28))
+    loaded = LoadedModel(model, byte_tokenizer(), {"vocab_size": tiny.VOCAB}, 8192, fingerprint="tiny")
+    engine = LLMEngine(loaded, EngineConfig(max_num_seqs=count, kv_cache_bytes=1 << 30))
     for index in range(count):
         engine.add_request(
             tiny.prompt(PROMPT, index), SamplingParams(ignore_eos=True, max_tokens=most - PROMPT, **params)
         )
-    while len(engine.scheduler.running) < count:
+    while engine.scheduler.waiting:
         engine.step()
+    assert len(engine.scheduler.running) == count
     alone = over_pools(engine, count) if native else over_own_caches(model, count)
     ways: tuple[Callable[[], object], ...] = (engine.step, lambda: next(alone))
     times: tuple[list[float], ...] = ([], [])
