@@ -68,7 +68,7 @@ class GroupContext:
         return mask
 
     def seen(self, dtype: mx.Dtype) -> mx.array | None:
-        """For a batch, unsigned integers as wide as `dtype` with all bits set for the slots that any new token sees, and
+        """For a batch, unsigned integers as wide as `dtype` with all bits set for the slots that any new token sees and
         none for the others, `[B, length, 1, 1]`; else None."""
         if self.mask is None:
             return None
