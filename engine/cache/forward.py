@@ -229,9 +229,8 @@ class BatchTables:
         columns: Ints = first[:, None]
         padding = None
         if lengths is not None:
-            length = np.array([*lengths, *missing], np.int32)
-            longest = max(lengths)
-            columns = (first + length - np.int32(longest))[:, None] + np.arange(longest, dtype=np.int32)
+            ends: Ints = first + np.array([*lengths, *missing], np.int32)
+            columns = ends[:, None] + np.array(range(-max(lengths), 0), np.int32)
             padding = columns < first[:, None]
         if not (len(tables) == len(self._tables) and all(map(is_, tables, self._tables))):
             self._tables = tables
