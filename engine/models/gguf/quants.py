@@ -6,12 +6,13 @@ two scales where MLX has one, and some have values at uneven distances: these ar
 error is small beside that of the type itself. With precision "exact" they take more bits, or become floating-point.
 """
 
-import os
+from collections import deque
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Executor
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal
+from itertools import islice
+from typing import Any, Literal, TypeVar
 
 import gguf
 import numpy as np
@@ -24,9 +25,11 @@ from metalctl.engine.models.gguf import lattice, sixteens, unpack
 from metalctl.engine.models.gguf.bits import Bytes, pack_bits, split_halves, spread_bits
 from metalctl.engine.models.gguf.unpack import Floats, Integers, Unpacked
 
-VALUES_AT_ONCE = 1 << 18  # a chunk's integers and floats stay in the processor's cache
+VALUES_AT_ONCE = 1 << 20  # few enough for the processor's cache, and enough to keep threads out of each other's way
+MOST_AHEAD = 32
 
 Type = GGMLQuantizationType
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +53,7 @@ class Format:
 
 @dataclass(frozen=True, slots=True)
 class Packed:
-    """A matrix in MLX's quantised layout: uint32 [..., K * bits / 32], scales and biases [..., K / group_size]."""
+    """Rows in MLX's quantised layout: uint32 [N, K * bits / 32], scales and biases [N, K / group_size]."""
 
     weight: npt.NDArray[np.uint32]
     scales: npt.NDArray[Any]
@@ -163,54 +166,48 @@ def explain(kind: GGMLQuantizationType, precision: Precision = "size") -> str:
     return f"{how}{' as' if chosen.exact else ''} {chosen.bits} bits in groups of {chosen.group_size}"
 
 
-def pack(tensor: str, rows: Bytes, kind: GGMLQuantizationType, chosen: Format) -> Packed:
-    """Repacks rows of blocks, uint8 [..., bytes of a row]. Raises CheckpointError where a scale is not finite."""
+def pack(tensor: str, rows: Bytes, kind: GGMLQuantizationType, chosen: Format, pool: Executor) -> Iterator[Packed]:
+    """Repacks rows of blocks, uint8 [N, bytes of a row], some rows after the other. The first are begun at once.
+
+    Raises CheckpointError where a scale is not finite.
+    """
     block, block_bytes = GGML_QUANT_SIZES[kind]
-    blocks = rows.reshape(-1, block_bytes)
-    count = len(blocks)
-    weight = np.empty((count, block * chosen.bits // 8), np.uint8)
-    groups = block // chosen.group_size
-    floats = chosen.mode == "affine"
-    scales = np.empty((count, groups), np.float32 if floats else np.uint8)
-    biases = np.empty((count, groups), np.float32) if floats else None
 
-    def work(part: slice) -> None:
-        with np.errstate(invalid="ignore", over="ignore"):
-            weight[part], scales[part], offsets = chosen.pack(blocks[part])
+    def work(some: Bytes) -> Packed:
+        with np.errstate(all="ignore"):
+            weight, scales, biases = chosen.pack(some.reshape(-1, block_bytes))
         if biases is not None:
-            biases[part] = offsets
-            _check_finite(tensor, scales[part], biases[part])
+            _check_finite(tensor, scales, biases)
+            biases = biases.reshape(len(some), -1)
+        return Packed(weight.reshape(len(some), -1).view(np.uint32), scales.reshape(len(some), -1), biases)
 
-    _in_chunks(work, count, block)
-    leading = rows.shape[:-1]
-    return Packed(
-        weight.reshape(*leading, -1).view(np.uint32),
-        scales.reshape(*leading, -1),
-        None if biases is None else biases.reshape(*leading, -1),
-    )
+    return _in_order(pool, work, rows, VALUES_AT_ONCE // (rows.shape[1] // block_bytes * block))
 
 
-def dequantize(tensor: str, rows: Bytes, kind: GGMLQuantizationType) -> Floats:
-    """Rows of blocks, uint8 [..., bytes of a row], as float32 [..., values of a row]."""
+def dequantize(tensor: str, rows: Bytes, kind: GGMLQuantizationType, pool: Executor | None = None) -> Floats:
+    """Rows of blocks, uint8 [..., bytes of a row], as float32 [..., values of a row]; without a pool in this thread."""
     if kind in FLOATS:
         stored = np.ascontiguousarray(rows).view(FLOATS[kind])
         wide = (stored.astype(np.uint32) << 16).view(np.float32) if kind is Type.BF16 else stored
         values: Floats = wide.astype(np.float32)
         return values
     block, block_bytes = GGML_QUANT_SIZES[kind]
-    blocks = rows.reshape(-1, block_bytes)
     unpacker = getattr(unpack, kind.name.lower(), None)
-    result = np.empty((len(blocks), block), np.float32)
 
-    def work(part: slice) -> None:
-        with np.errstate(invalid="ignore", over="ignore"):
+    def work(blocks: Bytes) -> Floats:
+        with np.errstate(all="ignore"):
             if unpacker is None:
-                result[part] = gguf.dequantize(np.ascontiguousarray(blocks[part]), kind)
+                some: Floats = gguf.dequantize(np.ascontiguousarray(blocks), kind)
             else:
-                result[part] = dequantize_blocks(unpacker(blocks[part]))
-        _check_finite(tensor, result[part])
+                some = dequantize_blocks(unpacker(blocks))
+        _check_finite(tensor, some)
+        return some
 
-    _in_chunks(work, len(blocks), block)
+    blocks = rows.reshape(-1, block_bytes)
+    result, done = np.empty((len(blocks), block), np.float32), 0
+    for some in _in_order(pool, work, blocks, VALUES_AT_ONCE // block):
+        result[done : done + len(some)] = some
+        done += len(some)
     return result.reshape(*rows.shape[:-1], -1)
 
 
@@ -230,16 +227,18 @@ def _check_finite(tensor: str, *arrays: Integers) -> None:
         )
 
 
-def _in_chunks(work: Callable[[slice], None], blocks: int, block: int) -> None:
-    """Calls `work` for slices that cover `blocks` blocks of `block` values, on all processors: numpy frees the lock."""
-    step = max(VALUES_AT_ONCE // block, 1)
-    if blocks <= step:
-        work(slice(0, blocks))
-        return
-    with ThreadPoolExecutor(min(os.cpu_count() or 1, 8)) as pool:
-        for _ in pool.map(work, _slices(blocks, step)):
-            pass
+def _in_order(pool: Executor | None, work: Callable[[Bytes], Result], rows: Bytes, step: int) -> Iterator[Result]:
+    """The results of `work` for `step` rows after the other, each begun MOST_AHEAD before it is asked for."""
+    step = max(step, 1)
+    parts = iter([rows[start : start + step] for start in range(0, len(rows), step)])
+    if pool is None:
+        return map(work, parts)
+    ahead = deque(pool.submit(work, part) for part in islice(parts, MOST_AHEAD))
 
+    def results() -> Iterator[Result]:
+        while ahead:
+            result = ahead.popleft().result()
+            ahead.extend(pool.submit(work, part) for part in islice(parts, 1))
+            yield result
 
-def _slices(count: int, step: int) -> Iterator[slice]:
-    return (slice(start, min(start + step, count)) for start in range(0, count, step))
+    return results()

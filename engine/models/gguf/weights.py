@@ -1,9 +1,13 @@
 """From the tensors of a GGUF file to a module of mlx-lm that holds them."""
 
 import importlib
-from collections.abc import Iterator
+import os
+from collections.abc import Iterable, Iterator
+from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import chain, pairwise
 from pathlib import Path
+from typing import TypeVar
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -19,6 +23,7 @@ from metalctl.engine.models.gguf.quants import FLOATS
 from metalctl.engine.models.gguf.reader import Header, TensorInfo, map_tensor
 
 Type = quants.Type
+Item = TypeVar("Item")
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,14 +71,17 @@ def build_model(
     if row.prepare:
         row.prepare(module, keys)
     keep = getattr(module, "cast_predicate", lambda _: True)
-    weights: list[tuple[str, mx.array]] = []
-    for target, pieces in plan.items():
-        path = target.removesuffix(".weight")
-        if path in formats:
-            weights += _quantised(path, pieces, formats[path], config, dtype)
-        else:
-            weights.append((target, _floating(pieces, config, shapes[target], dtype if keep(target) else mx.float32)))
-        mx.eval([array for _, array in weights[-3:]])
+    _keep_freed_memory()
+    with ThreadPoolExecutor(min(os.cpu_count() or 1, 8)) as pool:
+
+        def fill(target: str, pieces: list[Piece]) -> Iterator[tuple[str, mx.array]]:
+            path = target.removesuffix(".weight")
+            if path in formats:
+                return _quantised(path, pieces, formats[path], config, dtype, pool)
+            kind = dtype if keep(target) else mx.float32
+            return iter([(target, _floating(pieces, config, shapes[target], kind, pool))])
+
+        weights = list(_one_ahead(fill(target, pieces) for target, pieces in plan.items()))
     module.load_weights(weights, strict=True)
     module.eval()
     return Model(module, config, _notes(header, formats, plan, precision))
@@ -178,17 +186,54 @@ def _some(names: list[str], most: int = 5) -> str:
     return ", ".join(names[:most]) + more
 
 
+def _keep_freed_memory() -> None:
+    """Lets glibc keep blocks as large as it can for the next tensor: it does with those like one that was freed."""
+    np.empty(31 << 20, np.uint8)
+
+
+def _one_ahead(iterators: Iterable[Iterator[Item]]) -> Iterator[Item]:
+    """All items, each iterator made before the one in front of it is emptied."""
+    for one, _ in pairwise(chain(iterators, [iter(())])):
+        yield from one
+
+
 def _quantised(
-    path: str, pieces: list[Piece], chosen: quants.Format, config: Config, dtype: mx.Dtype
+    path: str, pieces: list[Piece], chosen: quants.Format, config: Config, dtype: mx.Dtype, pool: Executor
 ) -> Iterator[tuple[str, mx.array]]:
-    rows = [_arranged(piece, map_tensor(piece.path, piece.info), config) for piece in pieces]
-    packed = quants.pack(pieces[0].info.name, _joined(rows), pieces[0].info.type, chosen)
+    """The arrays of a quantised layer. Their parts are packed in the pool from now on."""
+    rows = _joined([_arranged(piece, map_tensor(piece.path, piece.info), config) for piece in pieces])
     order = None if pieces[0].rule.columns is None else pieces[0].rule.columns(config)
-    yield f"{path}.weight", mx.array(_reordered(packed.weight, order))
-    scales = mx.array(_reordered(packed.scales, order))
-    yield f"{path}.scales", scales if packed.biases is None else scales.astype(dtype)
-    if packed.biases is not None:
-        yield f"{path}.biases", mx.array(_reordered(packed.biases, order)).astype(dtype)
+    leading, rows = rows.shape[:-1], rows.reshape(-1, rows.shape[-1])
+    parts = quants.pack(pieces[0].info.name, rows, pieces[0].info.type, chosen, pool)
+
+    def assembled() -> Iterator[tuple[str, mx.array]]:
+        for name, array in _assembled((_arrays(part, order, dtype) for part in parts), len(rows)).items():
+            yield f"{path}.{name}", array.reshape(*leading, -1)
+
+    return assembled()
+
+
+def _assembled(parts: Iterable[dict[str, mx.array]], count: int) -> dict[str, mx.array]:
+    """`count` rows of parts put together, without ever holding two of the whole."""
+    result: dict[str, mx.array] = {}
+    done = 0
+    for part in parts:
+        if not result:
+            result = {name: mx.zeros((count, array.shape[1]), array.dtype) for name, array in part.items()}
+        size = len(part["weight"])
+        for name, array in part.items():
+            result[name][done : done + size] = array
+        mx.eval(result)  # in place, for nothing else holds the arrays
+        done += size
+    return result
+
+
+def _arrays(packed: quants.Packed, order: Array | None, dtype: mx.Dtype) -> dict[str, mx.array]:
+    weight, scales = mx.array(_reordered(packed.weight, order)), mx.array(_reordered(packed.scales, order))
+    if packed.biases is None:
+        return {"weight": weight, "scales": scales}
+    biases = mx.array(_reordered(packed.biases, order))
+    return {"weight": weight, "scales": scales.astype(dtype), "biases": biases.astype(dtype)}
 
 
 def _reordered(array: Array, order: Array | None) -> Array:
@@ -199,23 +244,25 @@ def _reordered(array: Array, order: Array | None) -> Array:
     return np.ascontiguousarray(stretches[..., order, :]).reshape(array.shape)
 
 
-def _floating(pieces: list[Piece], config: Config, shape: tuple[int, ...], dtype: mx.Dtype) -> mx.array:
-    arrays = [_numbers(piece, config) for piece in pieces]
+def _floating(pieces: list[Piece], config: Config, shape: tuple[int, ...], dtype: mx.Dtype, pool: Executor) -> mx.array:
+    arrays = [_numbers(piece, config, pool) for piece in pieces]
     kinds = {array.dtype for array in arrays}
     if kinds == {np.dtype(np.uint16)}:
         result = mx.array(_joined(arrays)).view(mx.bfloat16)
     else:
         result = mx.array(_joined([_as_float(array) for array in arrays] if len(kinds) > 1 else arrays))
-    return result.reshape(shape).astype(dtype)
+    result = result.reshape(shape).astype(dtype)
+    mx.eval(result)
+    return result
 
 
-def _numbers(piece: Piece, config: Config) -> Array:
+def _numbers(piece: Piece, config: Config, pool: Executor) -> Array:
     """The piece in floating point; bfloat16 as uint16, which numpy can move but not compute with."""
     raw = map_tensor(piece.path, piece.info)
     if piece.info.type in FLOATS and piece.rule.values is None:
         array: Array = raw.view(FLOATS[piece.info.type])
     else:
-        array = quants.dequantize(piece.info.name, raw, piece.info.type)
+        array = quants.dequantize(piece.info.name, raw, piece.info.type, pool)
     if piece.rule.values is not None:
         array = piece.rule.values(array, config)
     if piece.rule.columns is not None:

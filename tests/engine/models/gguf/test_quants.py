@@ -1,5 +1,7 @@
 """Every block type of the gguf package is loaded with the values that `gguf.dequantize` gives, or refused by name."""
 
+from concurrent.futures import ThreadPoolExecutor
+
 import gguf
 import mlx.core as mx
 import numpy as np
@@ -13,12 +15,13 @@ from metalctl.engine.models.gguf.quants import (
     FLOATS,
     FORMATS,
     Format,
+    Packed,
     check_type,
     dequantize,
     explain,
-    pack,
 )
 
+POOL = ThreadPoolExecutor(2)
 ROWS, BLOCKS = 12, 8
 REFUSED = {"Q8_1", "Q8_K", "I8", "I16", "I32", "I64"}
 
@@ -42,6 +45,12 @@ def reference(raw: np.ndarray, kind: GGMLQuantizationType) -> np.ndarray:
         scale = raw[:, :2].copy().view(np.float16).astype(np.float32)
         return np.where(np.unpackbits(raw[:, 2:], axis=1, bitorder="little"), scale, -scale)
     return gguf.dequantize(raw, kind)
+
+
+def pack(tensor: str, raw: np.ndarray, kind: GGMLQuantizationType, chosen: Format) -> Packed:
+    parts = list(quants.pack(tensor, raw, kind, chosen, POOL))
+    biases = None if parts[0].biases is None else np.concatenate([part.biases for part in parts])
+    return Packed(np.concatenate([p.weight for p in parts]), np.concatenate([p.scales for p in parts]), biases)
 
 
 def loaded(raw: np.ndarray, kind: GGMLQuantizationType, chosen: Format) -> np.ndarray:
@@ -126,20 +135,12 @@ def test_precision_exact_rounds_nothing() -> None:
     assert explain(GGMLQuantizationType.Q4_K) == "repacked exactly as 4 bits in groups of 32"
 
 
-@pytest.mark.parametrize("kind", [GGMLQuantizationType.Q4_K, GGMLQuantizationType.Q6_K], ids=lambda kind: kind.name)
-def test_experts_are_packed_as_each_would_be_alone(kind: GGMLQuantizationType) -> None:
-    raw, _ = blocks(kind)
-    together = pack("t", raw.reshape(3, ROWS // 3, -1), kind, FORMATS[kind])
-    assert together.weight.shape[:2] == (3, ROWS // 3)
-    alone = pack("t", raw[ROWS // 3 : 2 * ROWS // 3], kind, FORMATS[kind])
-    np.testing.assert_array_equal(together.weight[1], alone.weight)
-    np.testing.assert_array_equal(together.scales[1], alone.scales)
-
-
-def test_chunks_make_no_difference(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_parts_make_no_difference(monkeypatch: pytest.MonkeyPatch) -> None:
     raw, _ = blocks(GGMLQuantizationType.Q5_K)
     whole = pack("t", raw, GGMLQuantizationType.Q5_K, FORMATS[GGMLQuantizationType.Q5_K])
-    monkeypatch.setattr(quants, "VALUES_AT_ONCE", 5 * 256)
+    monkeypatch.setattr(quants, "VALUES_AT_ONCE", 5 * BLOCKS * 256)
+    monkeypatch.setattr(quants, "MOST_AHEAD", 1)
+    assert len(list(quants.pack("t", raw, GGMLQuantizationType.Q5_K, FORMATS[GGMLQuantizationType.Q5_K], POOL))) == 3
     chunked = pack("t", raw, GGMLQuantizationType.Q5_K, FORMATS[GGMLQuantizationType.Q5_K])
     np.testing.assert_array_equal(whole.weight, chunked.weight)
     np.testing.assert_array_equal(whole.biases, chunked.biases)
