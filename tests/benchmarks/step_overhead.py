@@ -4,11 +4,11 @@ The models are of one or two layers of a few numbers, so that nearly all of a st
 `LLMEngine.step` while so many sequences decode: scheduling, block tables, the arrays made of them, masks, writing to
 the pools and gathering from them, the sampler, reading tokens back, detokenising with a real tokenizer, outputs.
 
-What the model alone takes is measured in the same process, in turn with the engine: the same weights and the same
-batch, one step ahead as in the engine, each result waited for, and nothing sampled. Without the CPU kernels its past is
-in mlx-lm's own caches of that batch. With them the layers read the pools by themselves, so it runs over pools whose
-tables and masks are ready. The engine's share is the difference of the medians. The first token of a sequence, joining
-and leaving are not in it.
+What the model alone takes is measured in the same process: the same weights and the same batch, one step ahead as in
+the engine, each result waited for, and nothing sampled. Without the CPU kernels its past is in mlx-lm's own caches of
+that batch. With them the layers read the pools by themselves, so it runs over pools whose tables and masks are ready.
+The two take turns, and the round with the lowest median counts, since what else the machine does only adds. The
+engine's share is the difference. Reading prompts is not in it.
 """
 
 import argparse
@@ -19,6 +19,7 @@ import time
 from collections.abc import Callable, Iterator
 from datetime import UTC, datetime
 from importlib.metadata import version
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -56,12 +57,13 @@ MODELS: dict[str, Callable[[], Any]] = {
     ),
 }  # fmt: skip
 PROMPT = 20
+ROUNDS = 8
 WARM_UP = 10
 
 
-def rounds(model: Any, count: int, steps: int, native: bool, repeats: int, **params: Any) -> tuple[float, float]:
-    """Median seconds of a step with `count` sequences, and of the model alone on that batch."""
-    most = PROMPT + 2 * WARM_UP + steps * repeats + 50
+def seconds(model: Any, count: int, steps: int, native: bool, **params: Any) -> tuple[float, float]:
+    """Of a step with `count` sequences, and of the model alone on that batch."""
+    most = 2 * PROMPT + count + ROUNDS * (WARM_UP + steps)
     loaded = LoadedModel(model, byte_tokenizer(), {"vocab_size": tiny.VOCAB}, 8192, fingerprint="tiny")
     engine = LLMEngine(loaded, EngineConfig(max_num_seqs=count, kv_cache_bytes=1 << 30))
     for index in range(count):
@@ -73,19 +75,18 @@ def rounds(model: Any, count: int, steps: int, native: bool, repeats: int, **par
     assert len(engine.scheduler.running) == count
     alone = over_pools(engine, count) if native else over_own_caches(model, count)
     ways: tuple[Callable[[], object], ...] = (engine.step, lambda: next(alone))
-    times: tuple[list[float], ...] = ([], [])
-    for _ in range(repeats):
-        for way, taken in zip(ways, times, strict=True):
-            for _ in range(WARM_UP):
-                way()
-            taken.extend(timed(way) for _ in range(steps // repeats))
-    return statistics.median(times[0]), statistics.median(times[1])
+    own, its = zip(*([median(way, steps) for way in ways] for _ in range(ROUNDS)), strict=True)
+    return min(own), min(its)
 
 
-def timed(step: Callable[[], object]) -> float:
-    start = time.perf_counter()
-    step()
-    return time.perf_counter() - start
+def median(step: Callable[[], object], steps: int) -> float:
+    for _ in range(WARM_UP):
+        step()
+    times = [time.perf_counter()]
+    for _ in range(steps):
+        step()
+        times.append(time.perf_counter())
+    return statistics.median(after - before for before, after in pairwise(times))
 
 
 def ahead(compute: Callable[[], list[mx.array]]) -> Iterator[None]:
@@ -134,7 +135,7 @@ def measure(arguments: argparse.Namespace) -> list[dict[str, Any]]:
                 model = build()
                 if native:
                     acceleration.accelerate(model)
-                step, alone = rounds(model, count, arguments.steps, native, 5, temperature=arguments.temperature)
+                step, alone = seconds(model, count, arguments.steps, native, temperature=arguments.temperature)
                 status = acceleration.status() if native else "none"
                 rows.append({"model": name, "kernels": status, "sequences": count, "step_ms": step * 1e3,
                              "alone_ms": alone * 1e3, "engine_ms": (step - alone) * 1e3})  # fmt: skip
@@ -169,7 +170,7 @@ def write(text: str) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sequences", type=int, nargs="+", default=[1, 8, 32, 128])
-    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--steps", type=int, default=40, help=f"in each of {ROUNDS} rounds")
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--write", action="store_true", help="into docs/performance.md")
