@@ -193,12 +193,17 @@ def pack_quantized(codes: mx.array, scales: mx.array, offsets: mx.array, bits: i
 
     Scales keep their values: they are stored in float16 where that is exact for all, else in float32.
     """
-    narrow_scales, narrow_offsets = scales.astype(mx.float16), offsets.astype(mx.float16)
-    exact = bool(mx.all(narrow_scales == scales) & mx.all(narrow_offsets == offsets))
-    parts = (narrow_scales, narrow_offsets) if exact else (scales.astype(mx.float32), offsets.astype(mx.float32))
+    exact = _fits_float16(scales) and _fits_float16(offsets)
+    width = mx.float16 if exact else mx.float32
     *lead, n, groups = scales.shape
     layout = Layout(Format(bits), lead[0] if lead else 1, n, groups * group_size, group_size, not exact)
-    return _pack(layout, codes, *parts)
+    return _pack(layout, codes, scales.astype(width), offsets.astype(width))
+
+
+def _fits_float16(numbers: mx.array) -> bool:
+    """Whether float16 keeps them all. The first few mostly tell."""
+    numbers = numbers.reshape(-1)
+    return all(bool(mx.all(some.astype(mx.float16) == some)) for some in (numbers[:256], numbers))
 
 
 def pack_floating(weight: mx.array) -> Weight:
