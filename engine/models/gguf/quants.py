@@ -77,6 +77,10 @@ def _q1_0(blocks: Bytes) -> tuple[Bytes, Floats, Floats]:
     return spread_bits(blocks[:, 2:]), *unpack.q1_0_scales(blocks)
 
 
+def _tq1_0(blocks: Bytes) -> tuple[Bytes, Floats, Floats]:
+    return np.hstack([pack_bits(run, 2) for run in unpack.tq1_0_digits(blocks)]), *unpack.tq1_0_scales(blocks)
+
+
 def _mxfp4(blocks: Bytes) -> tuple[Bytes, Bytes, None]:
     return split_halves(blocks[:, 1:], 16), blocks[:, :1], None
 
@@ -104,7 +108,7 @@ FORMATS: dict[GGMLQuantizationType, Format] = {
     Type.Q4_K: Format(partial(_nibbles, unpack.q4_k_scales, 16, 32), 4),
     Type.Q5_K: _exact(unpack.q5_k, 5),
     Type.Q1_0: Format(_q1_0, 2, 128),
-    Type.TQ1_0: _exact(unpack.tq1_0, 2, 128),
+    Type.TQ1_0: Format(_tq1_0, 2, 128),
     Type.TQ2_0: _exact(unpack.tq2_0, 2, 128),
     Type.IQ4_NL: _exact(unpack.iq4_nl, 8),
     Type.IQ4_XS: _exact(unpack.iq4_xs, 8),

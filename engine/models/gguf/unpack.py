@@ -134,25 +134,30 @@ def q6_k(blocks: Bytes) -> Unpacked:
     return q.view(np.int8) - np.int8(32), _half(blocks, 208) * scales, np.zeros(scales.shape, np.float32)
 
 
-def _ternary(q: Bytes, d: Floats) -> Unpacked:
+def _ternary_scales(d: Floats) -> tuple[Floats, Floats]:
     """Values -d, 0, d in two groups of 128."""
     d = np.repeat(d, 2, axis=1)
-    return q, d, -d
+    return d, -d
+
+
+def tq1_0_digits(blocks: Bytes) -> list[Bytes]:
+    """Runs of values, [N, length]. Five base-3 digits a byte: the first is the highest, read off by multiplying."""
+    powers = np.array([1, 3, 9, 27, 81], np.uint8)
+    parts = [(blocks[:, :32], 5), (blocks[:, 32:48], 5), (blocks[:, 48:52], 4)]
+    shifted = [np.ascontiguousarray(part) * power for part, count in parts for power in powers[:count]]
+    return [(part > 85).view(np.uint8) + (part > 170) for part in shifted]
+
+
+def tq1_0_scales(blocks: Bytes) -> tuple[Floats, Floats]:
+    return _ternary_scales(_half(blocks, 52))
 
 
 def tq1_0(blocks: Bytes) -> Unpacked:
-    """Five base-3 digits a byte: the first is the highest, read off by multiplying modulo 256."""
-
-    def digits(packed: Bytes, count: int) -> Bytes:
-        shifted = [packed * np.uint8(power) for power in (1, 3, 9, 27, 81)[:count]]
-        return np.hstack([(part > 85).view(np.uint8) + (part > 170) for part in shifted])
-
-    q = np.hstack([digits(blocks[:, :32], 5), digits(blocks[:, 32:48], 5), digits(blocks[:, 48:52], 4)])
-    return _ternary(q, _half(blocks, 52))
+    return np.hstack(tq1_0_digits(blocks)), *tq1_0_scales(blocks)
 
 
 def tq2_0(blocks: Bytes) -> Unpacked:
-    return _ternary(_fields(blocks[:, :64], 2, 32), _half(blocks, 64))
+    return _fields(blocks[:, :64], 2, 32), *_ternary_scales(_half(blocks, 64))
 
 
 _IQ4 = np.array(quants.IQ4_NL.kvalues, np.int8)
