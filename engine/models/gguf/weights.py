@@ -5,7 +5,7 @@ import os
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass
-from itertools import chain, pairwise
+from itertools import chain, pairwise, starmap
 from pathlib import Path
 from typing import TypeVar
 
@@ -70,19 +70,8 @@ def build_model(
     nn.quantize(module, class_predicate=lambda path, _: formats[path].parameters if path in formats else False)
     if row.prepare:
         row.prepare(module, keys)
-    keep = getattr(module, "cast_predicate", lambda _: True)
-    _keep_freed_memory()
-    with ThreadPoolExecutor(min(os.cpu_count() or 1, 8)) as pool:
-
-        def fill(target: str, pieces: list[Piece]) -> Iterator[tuple[str, mx.array]]:
-            path = target.removesuffix(".weight")
-            if path in formats:
-                return _quantised(path, pieces, formats[path], config, dtype, pool)
-            kind = dtype if keep(target) else mx.float32
-            return iter([(target, _floating(pieces, config, shapes[target], kind, pool))])
-
-        weights = list(_one_ahead(fill(target, pieces) for target, pieces in plan.items()))
-    module.load_weights(weights, strict=True)
+    module.load_weights(_read(module, plan, formats, shapes, config, dtype), strict=True)
+    mx.eval(module.parameters())
     module.eval()
     return Model(module, config, _notes(header, formats, plan, precision))
 
@@ -184,6 +173,28 @@ def _check_shape(header: Header, pieces: list[Piece], shape: tuple[int, ...], si
 def _some(names: list[str], most: int = 5) -> str:
     more = f" and {len(names) - most} more" if len(names) > most else ""
     return ", ".join(names[:most]) + more
+
+
+def _read(
+    module: nn.Module,
+    plan: dict[str, list[Piece]],
+    formats: dict[str, quants.Format],
+    shapes: dict[str, tuple[int, ...]],
+    config: Config,
+    dtype: mx.Dtype,
+) -> list[tuple[str, mx.array]]:
+    keep = getattr(module, "cast_predicate", lambda _: True)
+    _keep_freed_memory()
+    with ThreadPoolExecutor(min(os.cpu_count() or 1, 8)) as pool:
+
+        def begin(target: str, pieces: list[Piece]) -> Iterator[tuple[str, mx.array]]:
+            path = target.removesuffix(".weight")
+            if path in formats:
+                return _quantised(path, pieces, formats[path], config, dtype, pool)
+            kind = dtype if keep(target) else mx.float32
+            return iter([(target, _floating(pieces, config, shapes[target], kind, pool))])
+
+        return list(_one_ahead(starmap(begin, plan.items())))
 
 
 def _keep_freed_memory() -> None:

@@ -1,5 +1,7 @@
 """Every block type of the gguf package is loaded with the values that `gguf.dequantize` gives, or refused by name."""
 
+import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 import gguf
@@ -161,3 +163,21 @@ def test_bits_are_packed_in_the_order_that_mlx_reads(width: int) -> None:
     packed = mx.array(bits.pack_bits(codes, width).view(np.uint32))
     ones, zeros = mx.ones((4, 2)), mx.zeros((4, 2))
     np.testing.assert_array_equal(np.array(mx.dequantize(packed, ones, zeros, 32, width)), codes)
+
+
+def seconds(work: Callable[[], object]) -> float:
+    """Of this thread's processor, at best."""
+
+    def once() -> float:
+        start = time.thread_time()
+        work()
+        return time.thread_time() - start
+
+    return min(once() for _ in range(4))
+
+
+@pytest.mark.parametrize("kind", [kind for kind in FORMATS if kind.name != "Q1_0"], ids=lambda kind: kind.name)
+def test_packing_takes_less_than_half_of_what_the_gguf_package_takes_for_numbers(kind: GGMLQuantizationType) -> None:
+    block, size = GGML_QUANT_SIZES[kind]
+    raw = np.resize(blocks(kind)[0].reshape(-1, size), ((1 << 19) // block, size))
+    assert seconds(lambda: FORMATS[kind].pack(raw)) < 0.5 * seconds(lambda: gguf.dequantize(raw, kind))
