@@ -171,6 +171,26 @@ def test_what_was_written_is_read_again(window: int | None) -> None:
         at += length
 
 
+@pytest.mark.parametrize("dtype", [mx.float16, mx.bfloat16, mx.float32])
+def test_what_no_row_sees_is_read_as_zero_whatever_it_is(dtype: mx.Dtype) -> None:
+    size, group = 8, Group(10)
+    cache = PagedKVCache(KVLayer(0, (2, 4), (2, 3), dtype), size)
+    cache.resize(12)
+    for index, value in enumerate((mx.nan, mx.inf)):
+        cache.pools[index][:] = mx.array(value, dtype)
+    tables, offsets = [BlockTable(1, [5, 6]), BlockTable(0, [7, 2])], [22, 9]
+    context = forward.batch([group], [[table] for table in tables], size, offsets, None).groups[0]
+    for row, table in enumerate(tables):
+        seen = slots(table, size, range(group.first_visible(offsets[row]), offsets[row] + 1))
+        for pool in cache.pools:
+            pool[mx.array(seen)] = mx.array(row + 1, dtype)
+    cache.begin(forward.batch([group], [[table] for table in tables], size, offsets, None))
+    for got in (cache._read(pool, context) for pool in cache.pools):
+        expected = mx.where(context.mask, mx.array([[[[1]]], [[[2]]]]), 0).swapaxes(2, 3)
+        assert got.dtype == dtype
+        assert mx.array_equal(got, mx.broadcast_to(expected, got.shape))
+
+
 class Counting:
     """mlx.core, with a count of the arrays that are made from Python's numbers."""
 
