@@ -15,7 +15,10 @@ import mlx_lm.models.base as base
 from metalctl.engine.cache.paged_kv import Mask, PagedKVCache
 from metalctl.kernels import dispatch
 from metalctl.kernels.cpu import paged as cpu
-from metalctl.kernels.paged_attention import paged_attention
+from metalctl.kernels.paged_attention import on_tensor_cores, paged_attention
+
+WHOLE = 256  # queries that whole chunks have a multiple of
+LARGE = 1 << 22  # queries times keys
 
 _dense = base.scaled_dot_product_attention
 
@@ -62,6 +65,14 @@ def _pays(cache: PagedKVCache, queries: mx.array) -> bool:
             return cpu.applies(queries, *cache.pools)
         case "reference":  # forced
             return True
-        case _:  # On a GPU, MLX's is the better one for a sequence that lies in one piece. With several queries a row
-            # the kernel is faster, but compiled anew for each count of them, seconds at a time.
-            return queries.shape[2] == 1 and not cache.reads_slice
+        case device if queries.shape[2] == 1:
+            return not cache.reads_slice  # On a GPU, MLX's is the better one for a sequence that lies in one piece.
+        case device:
+            return device == "cuda" and on_tensor_cores(queries, *cache.pools) and not _worth_planning(cache, queries)
+
+
+def _worth_planning(cache: PagedKVCache, queries: mx.array) -> bool:
+    """Whether MLX's attention over one piece gains more than the 40 ms that cuDNN takes for each new pair of lengths:
+    with lengths that come again, those of whole chunks, or where the work itself takes longer than that."""
+    length = queries.shape[2]
+    return cache.reads_slice and (length % WHOLE == 0 or length * cache.num_visible > LARGE)

@@ -189,7 +189,7 @@ def make_plan(
         return None
     width = 8 if widest <= 8 * SIMD else 16
     lanes = 1 << (-(-widest // width) - 1).bit_length()
-    tensor = device == "cuda" and key_pool.dtype == queries.dtype != mx.float32 and widest <= TENSOR_WIDEST
+    tensor = device == "cuda" and on_tensor_cores(queries, key_pool, value_pool)
     most_rows = TENSOR_ROWS if tensor else MOST_ROWS[device] * 8 // width
     queries_of_head = heads // kv_heads * length
     tiles = -(-queries_of_head // most_rows)
@@ -208,11 +208,22 @@ def make_plan(
         lanes=lanes,
         width=width,
         unroll=4 if width == 8 and key_pool.dtype.size == 2 else 2,
-        rows=-(-queries_of_head // tiles),
+        rows=_rows(queries_of_head, most_rows),
         tiles=tiles,
         parts=parts,
         tensor=tensor,
     )
+
+
+def on_tensor_cores(queries: mx.array, keys: mx.array, values: mx.array) -> bool:
+    """Whether CUDA's tensor cores take arrays of these dtypes and last axes. Only they are fit for whole prompts."""
+    widest = max(keys.shape[-1], values.shape[-1])
+    return keys.dtype == values.dtype == queries.dtype != mx.float32 and widest <= TENSOR_WIDEST
+
+
+def _rows(queries: int, most: int) -> int:
+    """A power of two, or the most: each number of rows is a kernel that has to be compiled."""
+    return min(1 << (queries - 1).bit_length(), most)
 
 
 SECTIONS = {

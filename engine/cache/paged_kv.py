@@ -124,6 +124,11 @@ class PagedKVCache(_BaseCache):  # type: ignore[misc]
         """Whether what is read lies in one piece, so that it costs nothing to hand it out."""
         return isinstance(self._context.read, slice)
 
+    @property
+    def num_visible(self) -> int:
+        """Tokens that are read, the new ones and padding included."""
+        return self._context.length
+
     def keys_and_values(self) -> tuple[mx.array, mx.array]:
         """What `update_and_fetch` returned in this forward, for layers that share another layer's K and V."""
         assert self._written is not None
