@@ -17,7 +17,8 @@ from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwiGLU, SwitchGLU
 
 from metalctl.engine import cuda_layers, decoder_layers
 from metalctl.engine import native_layers as native
-from metalctl.engine.siblings import Siblings, direct_children
+from metalctl.engine.rotary import inverse_frequencies
+from metalctl.engine.siblings import Siblings, direct_children, with_call_of
 from metalctl.kernels import dispatch
 from metalctl.kernels.cpu import library
 from metalctl.kernels.cpu.build import BuildError, build
@@ -116,24 +117,11 @@ def _norm(module: Any, siblings: Siblings) -> str:
 
 
 def _rope(module: Any, siblings: Siblings) -> str:
-    if not module.dims or module.dims % 2:
+    rotation = inverse_frequencies(module)
+    if rotation is None:
         return ""
-    half = module.dims // 2
-    exponents = mx.arange(0, -half, -1).astype(mx.float32) * (mx.log(mx.array(float(module.base))) / half)
-    return _turn(module, mx.exp(exponents), module.traditional, module.scale)
-
-
-def _llama3_rope(module: Any, siblings: Siblings) -> str:
-    return _turn(module, 1 / module._freqs, module.traditional, 1.0)
-
-
-def _yarn_rope(module: Any, siblings: Siblings) -> str:
-    return _turn(module, 1 / module._freqs, module.traditional, 1.0) if module.mscale == 1.0 else ""
-
-
-def _turn(module: Any, inverse_frequencies: mx.array, traditional: bool, scale: float) -> str:
-    module.__class__ = native.with_call_of(native.RoPE, type(module))
-    module.adopt(Turns([float(x) for x in inverse_frequencies], traditional, scale))
+    module.__class__ = with_call_of(native.RoPE, type(module))
+    module.adopt(Turns(rotation.inverse_frequencies.tolist(), rotation.traditional, rotation.scale))  # type: ignore[arg-type]
     return "ropes"
 
 
@@ -146,8 +134,8 @@ _LEAVES: dict[type, Callable[[Any, Siblings], str]] = {
     QuantizedSwitchLinear: _experts,
     nn.RMSNorm: _norm,
     nn.RoPE: _rope,
-    Llama3RoPE: _llama3_rope,
-    YarnRoPE: _yarn_rope,
+    Llama3RoPE: _rope,
+    YarnRoPE: _rope,
 }
 
 
@@ -186,7 +174,7 @@ def _gated_mlp(module: Any) -> str:
         found = min(found, (native.difference(expected, module.down_proj.operation(hidden)), activation))
     if not found[0] <= CLOSE:
         return ""
-    module.__class__ = native.with_call_of(native.GatedMLP, type(module))
+    module.__class__ = with_call_of(native.GatedMLP, type(module))
     module.activation = found[1]
     module.gated = native.gated(module.gate_proj, module.up_proj, found[1])
     return "MLPs"

@@ -13,6 +13,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models import gated_delta, ssm
 
+from metalctl.engine import cuda_attention
 from metalctl.engine.siblings import Siblings, direct_children
 from metalctl.kernels import linear_rows
 from metalctl.kernels.quantized_rows import quantized_rows
@@ -59,7 +60,9 @@ def accelerate(model: nn.Module) -> list[str]:
                 module.__class__ = Linear
                 object.__setattr__(module, "siblings", siblings)
                 replaced["linear layers"] += 1
-    counts = [f"{count} {name}" for name, count in replaced.items()]
+    for module in model.modules():
+        replaced["attentions"] += cuda_attention.fuse(module)
+    counts = [f"{count} {name}" for name, count in replaced.items() if count]
     return [f"CUDA kernels: {', '.join(counts)}"] if counts else []
 
 
@@ -82,9 +85,10 @@ class _Join:
         return [member.weight for member in self._members]
 
     def __call__(self, x: mx.array) -> list[mx.array]:
+        products: list[mx.array]
         if self._joined is not None and x.size <= MOST_ROWS * x.shape[-1]:
             ends = list(itertools.accumulate(weight.shape[0] for weight in self._weights))
-            products = mx.split(x @ self._joined, ends[:-1], axis=-1)
+            products = list(mx.split(x @ self._joined, ends[:-1], axis=-1))
         else:
             products = linear_rows.linear_rows(x, self._weights)
         return [y + m.bias if "bias" in m else y for y, m in zip(products, self._members, strict=True)]

@@ -17,6 +17,7 @@ from mlx_lm.models.cache import KVCache
 
 from metalctl.engine import native_layers as native
 from metalctl.engine.cache.paged_kv import PagedKVCache
+from metalctl.engine.siblings import with_call_of
 from metalctl.kernels.cpu import library
 from metalctl.kernels.cpu.library import Gate, Layer, Operation, Turns
 
@@ -52,7 +53,7 @@ def fuse(module: Any) -> bool:
     layer = _read(module)
     if layer is None or not _proven(module, layer):
         return False
-    module.__class__ = native.with_call_of(DecoderLayer, type(module))
+    module.__class__ = with_call_of(DecoderLayer, type(module))
     module.layer = layer
     object.__setattr__(module, "operations", {})
     return True

@@ -214,11 +214,6 @@ def difference(a: mx.array, b: mx.array) -> float:
     return float(mx.abs(a - b).max() / mx.abs(a).max())
 
 
-def with_call_of(ours: type, theirs: type) -> type:
-    """A subclass of a module's own class, so that whoever asks still finds it, that is called as ours is."""
-    return type(theirs.__name__, (ours, theirs), {})
-
-
 def _packed(module: Any) -> Weight:
     weight, scales, offsets = module.pop("weight"), module.pop("scales", None), module.pop("biases", None)
     if scales is None:

@@ -63,7 +63,7 @@ def _builds(model: nn.Module, layout: CacheLayout, axes: int) -> bool:
     caches = _caches(layout, 1)
     caches.use_mask_axes(axes)
     rows = [[BlockTable(0, [NULL]) for _ in layout.groups] for _ in range(batch)]
-    step = forward.batch(layout.groups, rows, _BLOCK, [5] * batch, [NULL] * batch if layout.has_states else None)
+    step = forward.batch(layout.groups, rows, _BLOCK, [0] * batch, [NULL] * batch if layout.has_states else None)
     try:
         logits = caches.call(model, mx.zeros((batch, 1), mx.int32), step)
     except (ValueError, TypeError, RuntimeError, IndexError, AttributeError):

@@ -81,6 +81,10 @@ inline float fmaxf(float a, float b) { return __builtin_fmaxf(a, b); }
 inline float fminf(float a, float b) { return __builtin_fminf(a, b); }
 inline float fmaf(float a, float b, float c) { return __builtin_fmaf(a, b, c); }
 inline float rsqrtf(float x) { return 1.0f / __builtin_sqrtf(x); }
+inline void sincosf(float x, float* sine, float* cosine) {
+  *sine = __builtin_sinf(x);
+  *cosine = __builtin_cosf(x);
+}
 inline float sqrtf(float x) { return __builtin_sqrtf(x); }
 template <typename T>
 T min(T a, T b) {

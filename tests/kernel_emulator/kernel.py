@@ -64,6 +64,7 @@ class Kernel:
     header: str = ""
     atomic_outputs: bool = False
     may_leave_unwritten: frozenset[str] = frozenset()
+    written_inputs: frozenset[str] = frozenset()
 
     def __call__(
         self,
@@ -90,6 +91,7 @@ class Kernel:
             print(unit)
         checks = ["METAL_ADDRESS_SPACES"] if self.dialect == "metal" else []
         self._run(find_compiler().library(unit, *checks), [*memory, *outputs], grid, threadgroup)
+        self._write_back(inputs, memory)
         return [
             _as_array(part.data, shape, dtype)
             for part, shape, dtype in zip(outputs, output_shapes, output_dtypes, strict=True)
@@ -99,7 +101,8 @@ class Kernel:
         """The array, and what MLX passes beside it when the source asks: its shape, strides and rank."""
         array = value if isinstance(value, mx.array) else mx.array(value)
         small = array.size < 8  # MLX puts these into the constant address space
-        parts = [_Memory(Parameter(name, array.dtype, small, array.ndim == 0), _bytes(array))]
+        parameter = Parameter(name, array.dtype, small, array.ndim == 0)
+        parts = [_Memory(parameter, _bytes(array), writable=name in self.written_inputs)]
         strides = [int(np.prod(array.shape[i + 1 :], dtype=np.int64)) for i in range(array.ndim)]
         padding = [0] * (10 - array.ndim) if self.dialect == "cuda" else []
         for suffix, dtype, values in (
@@ -119,6 +122,14 @@ class Kernel:
         data = _aligned(int(np.prod(shape)) * dtype.size)
         data[:] = POISON
         return _Memory(parameter, data, writable=True, initialised=False)
+
+    def _write_back(self, inputs: Sequence[mx.array | float], memory: Sequence[_Memory]) -> None:
+        """Into the arrays that the kernel wrote to, against MLX's rules, what it left in them."""
+        data = {part.parameter.name: part.data for part in memory}
+        for name, array in zip(self.input_names, inputs, strict=True):
+            if name in self.written_inputs and isinstance(array, mx.array):
+                target = np.asarray(memoryview(array.view(mx.uint8).reshape(-1)))
+                ctypes.memmove(target.ctypes.data, data[name].ctypes.data, data[name].size)
 
     def _run(self, library: ctypes.CDLL, memory: Sequence[_Memory], grid: Sequence[int], group: Sequence[int]) -> None:
         if self.dialect == "cuda":  # MLX launches whole blocks there
@@ -166,11 +177,15 @@ def cuda_kernel(
     ensure_row_contiguous: bool = True,
     shared_memory: int = 0,
     may_leave_unwritten: Sequence[str] = (),
+    written_inputs: Sequence[str] = (),
 ) -> Kernel:
-    """Stands in for `mx.fast.cuda_kernel`, as `metal_kernel` does for its namesake."""
-    return Kernel(
-        "cuda", name, input_names, output_names, source, header, may_leave_unwritten=frozenset(may_leave_unwritten)
-    )
+    """Stands in for `mx.fast.cuda_kernel`, as `metal_kernel` does for its namesake.
+
+    written_inputs   inputs that the kernel writes to, which have to be contiguous; a write to any other is a finding
+    """
+    unwritten, written = frozenset(may_leave_unwritten), frozenset(written_inputs)
+    texts = (name, input_names, output_names, source, header)
+    return Kernel("cuda", *texts, may_leave_unwritten=unwritten, written_inputs=written)
 
 
 def _aligned(size: int) -> np.ndarray:

@@ -8,7 +8,7 @@ from functools import partial
 import mlx.core as mx
 import pytest
 
-from metalctl.kernels import dispatch, linear_rows, paged_attention, quantized_rows, recurrent
+from metalctl.kernels import append_rows, dispatch, linear_rows, paged_attention, quantized_rows, recurrent
 from tests.kernel_emulator import NoCompilerError, cuda_kernel, find_compiler, metal_kernel
 
 
@@ -36,11 +36,12 @@ def emulated(device: str, operation: str) -> Iterator[None]:
 
 
 def _forget_kernels() -> None:
-    for module in (linear_rows, paged_attention, quantized_rows, recurrent):
+    for module in (append_rows, linear_rows, paged_attention, quantized_rows, recurrent):
         module.kernel.cache_clear()
 
 
 def _build(build, **arguments):  # type: ignore[no-untyped-def]
     """Parts of the context that a row does not see leave their output unwritten: the merge does not read it."""
     parts = ["output"] if "partials" in arguments["name"] else []
-    return build(**arguments, may_leave_unwritten=parts)
+    pools = {"written_inputs": ["key_pool", "value_pool"]} if "append" in arguments["name"] else {}
+    return build(**arguments, may_leave_unwritten=parts, **pools)

@@ -4,7 +4,7 @@ import mlx.core as mx
 import pytest
 
 from driving import drain, engine, tokens
-from metalctl.engine import attention
+from metalctl.engine import attention, cuda_layers
 from metalctl.engine.sequence import SamplingParams
 from metalctl.kernels.paged_attention import plain
 from metalctl.kernels.paged_attention import reference as exact_attention
@@ -14,6 +14,7 @@ from tests.kernels.emulation import emulated
 from tiny import prompt, reference
 
 LENGTHS = (5, 21, 40)
+NEAR = 0.02  # nats, of float16
 
 
 @pytest.mark.parametrize("name", ["qwen3", "gemma3_text", "gpt_oss"])  # plain, windows, sinks and windows
@@ -65,3 +66,26 @@ def test_prompts_in_16_bits_are_read_by_the_cuda_kernel_and_attend_as_exactly_as
     assert max(rows for rows, _, _ in prompts) == len(lengths)
     for _, ours, near in prompts:
         assert ours <= 2 * near
+
+
+@pytest.mark.parametrize("name", ["qwen3", "llama", "gemma3_text", "qwen2"])
+def test_a_decode_step_of_fused_attentions_gives_the_tokens_of_the_layers_as_they_are(name):
+    runs = {}
+    for fused in (False, True):
+        model = zoo.build(name)
+        model.set_dtype(mx.float16)
+        with emulated("cuda", "append_rows"), emulated("cuda", "paged_attention"), emulated("cuda", "linear_rows"):
+            if fused:
+                assert "attentions" in cuda_layers.accelerate(model)[0]
+            served = engine(model=model, compile_decode=False)
+            greedy = SamplingParams(temperature=0, max_tokens=5, logprobs=2)
+            requests = [served.add_request(prompt(length, length), greedy) for length in LENGTHS]
+            outputs = drain(served)
+        runs[fused] = [[entry for output in outputs[request] for entry in output.logprobs] for request in requests]
+    for fused, plain in zip(runs[True], runs[False], strict=True):
+        for ours, theirs in zip(fused, plain, strict=True):
+            (_, first), (_, second) = theirs.top
+            if ours.token_id != theirs.token_id:  # only where rounding may choose
+                assert first - second < NEAR
+                break
+            assert abs(ours.logprob - theirs.logprob) < NEAR
