@@ -27,7 +27,7 @@ from mlx.utils import tree_flatten
 from metalctl.engine.acceleration import prepare
 from metalctl.engine.models.checkpoint import Checkpoint
 from metalctl.engine.models.gguf import unpack
-from metalctl.engine.models.gguf.quants import FORMATS, dequantize_blocks
+from metalctl.engine.models.gguf.quants import FLOATS, FORMATS, dequantize_blocks
 from metalctl.engine.models.loader import load
 from metalctl.engine_start import kernel_cache
 
@@ -58,13 +58,19 @@ MATRICES = {
 }
 
 
+def numbers(blocks: np.ndarray, kind: GGMLQuantizationType) -> np.ndarray:
+    unpacker = getattr(unpack, kind.name.lower(), None)
+    if unpacker:
+        return dequantize_blocks(unpacker(blocks))
+    return blocks.view(np.float64) if kind.name == "F64" else gguf.dequantize(blocks, kind)
+
+
 def random_rows(kind: GGMLQuantizationType, shape: tuple[int, int]) -> np.ndarray:
     """Rows of random blocks, uint8 [rows, bytes], whose values are all finite and small."""
     block, size = GGML_QUANT_SIZES[kind]
     blocks = np.random.default_rng(0).integers(0, 256, (1 << 16, size), dtype=np.uint8)
-    unpacker = getattr(unpack, kind.name.lower(), None)
     with np.errstate(all="ignore"):
-        values = dequantize_blocks(unpacker(blocks)) if unpacker else gguf.dequantize(blocks, kind)
+        values = numbers(blocks, kind)
         sound = blocks[(np.abs(values) < 100).all(axis=1)]
     count = math.prod(shape) // block
     return np.resize(sound, (count, size)).reshape(shape[0], -1)
@@ -95,23 +101,28 @@ def write_model(path: Path, kind: GGMLQuantizationType, size: float) -> None:
 
 
 class PeakMemory(threading.Thread):
-    """Watches this process's own memory, without files that are mapped. `bytes` is 0 where the system does not tell."""
+    """Watches this process's own memory, without files that are mapped; 0 where the system does not tell."""
 
     def __init__(self) -> None:
         super().__init__(daemon=True)
-        self.bytes = 0
+        self._before = self._peak = _own_memory()
         self._done = threading.Event()
 
     def run(self) -> None:
-        status = Path("/proc/self/status")
-        while status.exists() and not self._done.wait(0.01):
-            line = next(line for line in status.read_text().splitlines() if line.startswith("RssAnon:"))
-            self.bytes = max(self.bytes, 1024 * int(line.split()[1]))
+        while not self._done.wait(0.01):
+            self._peak = max(self._peak, _own_memory())
 
     def stop(self) -> int:
+        """Bytes at most, more than at the start."""
         self._done.set()
         self.join()
-        return self.bytes
+        return self._peak - self._before
+
+
+def _own_memory() -> int:
+    status = Path("/proc/self/status")
+    lines = status.read_text().splitlines() if status.exists() else []
+    return sum(1024 * int(line.split()[1]) for line in lines if line.startswith("RssAnon:"))
 
 
 def measure(path: Path, kernels: bool) -> dict[str, Any]:
@@ -149,7 +160,7 @@ def main() -> None:
         return
     print(f"MLX {mx.__version__}, {os.cpu_count()} cores, {datetime.date.today()}\n")
     print("| type | file GB | seconds | processor s | s/GB | result GB | peak |\n|" + " --- |" * 7)
-    for kind in FORMATS:
+    for kind in [*FORMATS, *FLOATS]:
         if arguments.types and kind.name not in arguments.types:
             continue
         found = measure_type(kind, arguments.gigabytes * 1e9, ["--kernels"] if arguments.kernels else [])

@@ -184,7 +184,6 @@ def _read(
     dtype: mx.Dtype,
 ) -> list[tuple[str, mx.array]]:
     keep = getattr(module, "cast_predicate", lambda _: True)
-    _keep_freed_memory()
     with ThreadPoolExecutor(min(os.cpu_count() or 1, 8)) as pool:
 
         def begin(target: str, pieces: list[Piece]) -> Iterator[tuple[str, mx.array]]:
@@ -195,11 +194,6 @@ def _read(
             return iter([(target, _floating(pieces, config, shapes[target], kind, pool))])
 
         return list(_one_ahead(starmap(begin, plan.items())))
-
-
-def _keep_freed_memory() -> None:
-    """Lets glibc keep blocks as large as it can for the next tensor: it does with those like one that was freed."""
-    np.empty(31 << 20, np.uint8)
 
 
 def _one_ahead(iterators: Iterable[Iterator[Item]]) -> Iterator[Item]:
