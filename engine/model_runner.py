@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence as Many
 from dataclasses import dataclass
+from operator import is_
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -25,7 +26,8 @@ _MOST_TOKENS = 8192  # in one forward of several prompts, padding included
 
 @dataclass(slots=True)
 class InFlight:
-    """A step that the device is working on. `rows` are the sequences that sample, in the order of `sampled`'s rows."""
+    """A step that the device is working on. `rows` are the sequences that sample, in the scheduler's order, which is
+    that of `sampled`'s rows."""
 
     rows: list[Sequence]
     sampled: Sampled | None
@@ -87,11 +89,11 @@ class ModelRunner:
             if ends:
                 logits.append(last if len(ends) == len(together) else last[mx.array(ends)])
                 rows.extend(together[row] for row in ends)
-        sampled = self._sample(logits, rows)
+        sampled = self._sample(logits, rows, output)
         self.caches.copy(output.checkpoints)
         arrays = [*(sampled.arrays if sampled else []), *(a for _, _, values in prompt for a in values.arrays)]
         mx.async_eval(*arrays, *self.caches.arrays)
-        self._previous = InFlight(rows, sampled, prompt)
+        self._previous = InFlight([s for s in output.sequences if s.samples], sampled, prompt)
         return self._previous
 
     def reset(self) -> None:
@@ -187,11 +189,16 @@ class ModelRunner:
         rows = [row_of.get(id(s), 0) if token == PENDING else 0 for s, token in zip(sequences, last, strict=True)]
         return mx.where(known == PENDING, tokens[mx.array(rows, mx.int32)], known)
 
-    def _sample(self, logits: list[mx.array], rows: list[Sequence]) -> Sampled | None:
-        if not rows:
+    def _sample(self, logits: list[mx.array], rows: list[Sequence], output: SchedulerOutput) -> Sampled | None:
+        """Samples for those of the scheduler's sequences that want it, in its order; `rows` is that of the logits."""
+        wanted = [sequence for sequence in output.sequences if sequence.samples]
+        if not wanted:
             return None
         together = logits[0] if len(logits) == 1 else mx.concatenate(logits)
-        return self.sampler(together, rows, [sequence.num_tokens for sequence in rows])
+        if not all(map(is_, rows, wanted)):
+            row_of = {id(sequence): row for row, sequence in enumerate(rows)}
+            together = together[mx.array([row_of[id(sequence)] for sequence in wanted])]
+        return self.sampler(together, wanted, [sequence.num_tokens for sequence in wanted])
 
 
 def _similar(batch: Many[Sequence], longest: int) -> bool:
