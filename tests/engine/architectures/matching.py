@@ -99,6 +99,10 @@ class Reference:
     results: dict[str, Result]
     rounding: float  # by how much the model differs from itself where it reads the same tokens in one go
 
+    @property
+    def tolerance(self) -> float:
+        return max(TOLERANCE, min(2 * self.rounding, 10 * TOLERANCE))
+
 
 def reference_of(name: str, model: nn.Module, count: int = TOKENS) -> Reference:
     """To be called before an engine has been made of the model."""
@@ -115,10 +119,9 @@ def reference_of(name: str, model: nn.Module, count: int = TOKENS) -> Reference:
 def mismatches(got: dict[str, Result], reference: Reference) -> list[str]:
     """One line for each request that differs by more than rounding."""
     lines = []
-    tolerance = max(TOLERANCE, min(2 * reference.rounding, 10 * TOLERANCE))
     for name, result in reference.results.items():
         difference = got[name].difference(result)
-        if got[name].tokens != result.tokens or not difference <= tolerance:
+        if got[name].tokens != result.tokens or not difference <= reference.tolerance:
             same = sum(a == b for a, b in zip(got[name].tokens, result.tokens, strict=True))
             lines.append(f"{name}: logits differ by {difference:.1e}, {same} of {len(result.tokens)} tokens agree")
     return lines
