@@ -17,7 +17,7 @@ template <int BITS>
 inline void units(const uint8_t* codes, int part, u32x out[8]) {
   codes += part * W * 4;
   if constexpr (BITS == 8) {
-    for (int t = 0; t < 8; t++) out[t] = load<u32x>(codes + 64 * t);
+    for (int t = 0; t < 8; t++) out[t] = load<u32x>(codes + 64 * t) ^ (CENTRED ? 0x80808080 : 0);
     return;
   }
   for (int t = 0; t < 4; t++) {
@@ -40,12 +40,6 @@ inline void units(const uint8_t* codes, int part, u32x out[8]) {
   }
 }
 
-inline i32x broadcast4(const int8_t* codes) {
-  int32_t four;
-  std::memcpy(&four, codes, 4);
-  return splat(four);
-}
-
 // -- products: `acc[r]` is the part of the tile's 16 outputs for row r of x
 
 // Sixteen output rows, R rows of x, quantised. The order of the sums does not depend on R.
@@ -53,32 +47,34 @@ template <int BITS, class Scale, int R>
 inline void accumulate_quantized(const Pack& w, int tile, int part, const Quantized& q, const int32_t* x_rows, f32x acc[R]) {
   const int groups = w.groups(), units32 = w.group / 32;
   const uint8_t* p = w.data + tile * w.tile_bytes();
-  const int8_t* codes[R];
+  const int16_t* codes[R];
+  f32x total[R];  // not acc, which for all that a compiler knows is where the scales are
   const float *scales[R], *sums[R];
   for (int r = 0; r < R; r++) {
     codes[r] = q.codes + int64_t(x_rows[r]) * w.k;
     scales[r] = q.scales + int64_t(x_rows[r]) * groups;
     sums[r] = q.sums + int64_t(x_rows[r]) * groups;
-    acc[r] = f32x{};
+    total[r] = f32x{};
   }
   for (int g = 0; g < groups; g++) {
     const Scale* head = reinterpret_cast<const Scale*>(p);
     f32x scale = load_as_float(head + part * W), offset = load_as_float(head + TILE + part * W);
+    if (CENTRED && BITS == 8) offset += scale * 128.0f;
     p += 2 * TILE * sizeof(Scale);
     i32x whole[R] = {};
     for (int u = 0; u < units32; u++) {
       u32x weights[8];
       units<BITS>(p, part, weights);
       p += w.unit_bytes();
-      const int at = g * w.group + u * 32;
-      for (int r = 0; r < R; r++)
-        for (int t = 0; t < 8; t++) whole[r] = dot<BITS == 8>(whole[r], weights[t], broadcast4(codes[r] + at + 4 * t));
+      dot<R>(whole, weights, codes);
+      for (int r = 0; r < R; r++) codes[r] += 32;
     }
     for (int r = 0; r < R; r++) {
-      acc[r] += to_float(whole[r]) * (scale * scales[r][g]);
-      acc[r] += offset * sums[r][g];
+      total[r] += to_float(whole[r]) * (scale * scales[r][g]);
+      total[r] += offset * sums[r][g];
     }
   }
+  for (int r = 0; r < R; r++) acc[r] = total[r];
 }
 
 template <class T, int R>
@@ -240,27 +236,23 @@ void product(const Product& p, int tile_from, int tile_to, int row_from, int row
   }
 }
 
-void quantize(const float* x, int k, int group, int8_t* codes, float* scales, float* sums) {
+void quantize(const float* x, int k, int group, int16_t* codes, float* scales, float* sums) {
   for (int g = 0; g < k / group; g++, x += group, codes += group) {
     f32x top{};
     for (int i = 0; i < group; i += W) {
       f32x v = load<f32x>(x + i);
       top = maximum(top, maximum(v, -v));
     }
-    const float peak = largest(top), inverse = peak > 0 ? 127.0f / peak : 0.0f;
+    const float peak = largest(top), inverse = peak > 1e-34f ? float(FULL) / peak : 0.0f;  // a larger one is infinite
     i32x total{};
     for (int i = 0; i < group; i += W) {
       i32x code = round_to_int(load<f32x>(x + i) * inverse);
       total += code;
-#if defined(__AVX512F__)
-      store(codes + i, _mm512_cvtepi32_epi8((__m512i)code));
-#else
-      for (int lane = 0; lane < W; lane++) codes[i + lane] = int8_t(code[lane]);
-#endif
+      store_codes(codes, i, code);
     }
     int whole = 0;
     for (int lane = 0; lane < W; lane++) whole += total[lane];
-    scales[g] = peak / 127.0f;
+    scales[g] = peak / float(FULL);
     sums[g] = scales[g] * float(whole);
   }
 }

@@ -35,9 +35,9 @@ struct Pack {
   int64_t bytes() const { return tiles() * tile_bytes(); }
 };
 
-// Activations [m, k] in 8 bits: x is about scale * code in each group; `sums` holds scale * (sum of the group's codes).
+// Activations [m, k] in 16 bits: x is about scale * code in each group; `sums` holds scale * (sum of the group's codes).
 struct Quantized {
-  int8_t* codes;
+  int16_t* codes;  // of each 32 values in an order of the instruction set's own (simd.h)
   float* scales;
   float* sums;
 };
@@ -91,7 +91,7 @@ constexpr int KEYS = 64;  // keys that are scored at a time
 
 struct Kernels {
   const char* name;
-  void (*quantize)(const float* x, int k, int group, int8_t* codes, float* scales, float* sums);
+  void (*quantize)(const float* x, int k, int group, int16_t* codes, float* scales, float* sums);
   void (*product)(const Product& p, int tile_from, int tile_to, int row_from, int row_to);
   void (*unpack)(const Pack& w, int row, float* out);
   void (*rms_norm)(const float* x, const float* weight, float eps, float* out, int k);

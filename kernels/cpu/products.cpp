@@ -245,7 +245,7 @@ Quantized Rows::quantized(int group) {
   auto found = forms_.find(group);
   if (found != forms_.end()) return found->second;
   const int64_t groups = k_ / group;
-  Quantized q{scratch_.take<int8_t>(int64_t(rows_) * k_), scratch_.take<float>(rows_ * groups), scratch_.take<float>(rows_ * groups)};
+  Quantized q{scratch_.take<int16_t>(int64_t(rows_) * k_), scratch_.take<float>(rows_ * groups), scratch_.take<float>(rows_ * groups)};
   each_row(rows_, [&](int r) {
     kernels().quantize(x_ + int64_t(r) * k_, k_, group, q.codes + int64_t(r) * k_, q.scales + r * groups, q.sums + r * groups);
   });

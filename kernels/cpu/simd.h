@@ -1,5 +1,5 @@
 // One vector type of each element for the instruction set that this translation unit is compiled for. Everything but
-// the dot product of bytes and the half-precision load is the compiler's own vector arithmetic, so that the bodies read
+// the dot product of codes and the half-precision load is the compiler's own vector arithmetic, so that the bodies read
 // the same on AVX-512, AVX2, NEON and plain SSE.
 #pragma once
 
@@ -26,6 +26,7 @@ typedef float f32x __attribute__((vector_size(W * 4)));
 typedef int32_t i32x __attribute__((vector_size(W * 4)));
 typedef uint32_t u32x __attribute__((vector_size(W * 4)));
 typedef uint16_t u16x __attribute__((vector_size(W * 2)));
+typedef uint16_t u16y __attribute__((vector_size(W * 4)));
 
 template <class V>
 inline V load(const void* from) {
@@ -154,45 +155,88 @@ inline f32x erf(f32x x) {
   return select(x < 0.0f, -positive, positive);
 }
 
-// -- the dot product of bytes: each lane of `acc` gains the product of four unsigned bytes of w with four signed of x
+// -- the dot product of codes: each lane gains the products of four unsigned bytes of w with four codes of 16 bits
+//
+// A row's codes lie as the dot product takes them. ARM's multiplies bytes: the upper and lower bytes of 32 codes, each
+// signed (code = 256 * upper + lower), lie apart. Elsewhere codes 0 and 2, then 1 and 3 of each four are a pair.
 
-template <bool Wide>  // whether w may exceed 127
-inline i32x dot(i32x acc, u32x w, i32x x) {
-#if defined(__AVX512VNNI__) && defined(__AVX512VL__)
-  return (i32x)_mm512_dpbusd_epi32((__m512i)acc, (__m512i)w, (__m512i)x);
-#elif defined(__AVX512BW__)
-  const __m512i ones = _mm512_set1_epi16(1);
-  if constexpr (Wide) {  // sums of two products would not fit in 16 bits: low and high halves of w apart
-    __m512i low = _mm512_maddubs_epi16((__m512i)(w & 0x0f0f0f0f), (__m512i)x);
-    __m512i high = _mm512_maddubs_epi16((__m512i)((w >> 4) & 0x0f0f0f0f), (__m512i)x);
-    return acc + (i32x)_mm512_madd_epi16(low, ones) + ((i32x)_mm512_madd_epi16(high, ones) << 4);
-  } else {
-    return acc + (i32x)_mm512_madd_epi16(_mm512_maddubs_epi16((__m512i)w, (__m512i)x), ones);
-  }
-#elif defined(__AVX2__)
-  const __m256i ones = _mm256_set1_epi16(1);
-  if constexpr (Wide) {
-    __m256i low = _mm256_maddubs_epi16((__m256i)(w & 0x0f0f0f0f), (__m256i)x);
-    __m256i high = _mm256_maddubs_epi16((__m256i)((w >> 4) & 0x0f0f0f0f), (__m256i)x);
-    return acc + (i32x)_mm256_madd_epi16(low, ones) + ((i32x)_mm256_madd_epi16(high, ones) << 4);
-  } else {
-    return acc + (i32x)_mm256_madd_epi16(_mm256_maddubs_epi16((__m256i)w, (__m256i)x), ones);
-  }
-#elif defined(__ARM_FEATURE_DOTPROD)
-  if constexpr (Wide) {  // signed times signed only: w = (w - 128) + 128
-    int8x16_t centred = vreinterpretq_s8_u8(veorq_u8((uint8x16_t)w, vdupq_n_u8(0x80)));
-    int32x4_t low = vdotq_s32((int32x4_t)acc, centred, (int8x16_t)x);
-    return (i32x)vaddq_s32(low, vshlq_n_s32(vdotq_s32(vdupq_n_s32(0), vdupq_n_s8(1), (int8x16_t)x), 7));
-  } else {
-    return (i32x)vdotq_s32((int32x4_t)acc, (int8x16_t)w, (int8x16_t)x);
-  }
+constexpr int FULL = 127 * 256;  // the largest code: its upper byte, rounded, fits in 8 bits
+
+#if defined(__ARM_FEATURE_DOTPROD)
+
+constexpr bool CENTRED = true;  // w of eight bits is signed: less by 128
+
+inline void store_codes(int16_t* row, int at, i32x codes) {
+  typedef int8_t i8x __attribute__((vector_size(W)));
+  int8_t* unit = reinterpret_cast<int8_t*>(row + at / 32 * 32) + at % 32;
+  const i32x upper = (codes + 128) >> 8;
+  store(unit, __builtin_convertvector(upper, i8x));
+  store(unit + 32, __builtin_convertvector(codes - (upper << 8), i8x));
+}
+
+template <int R>
+inline void dot(i32x acc[R], const u32x w[8], const int16_t* const x[R]) {
+  i32x upper[R] = {};
+#pragma GCC unroll 8
+  for (int t = 0; t < 8; t++)
+    for (int r = 0; r < R; r++) {
+      const int16_t *above = x[r] + 2 * t, *below = above + 16;
+      upper[r] = (i32x)vdotq_s32((int32x4_t)upper[r], (int8x16_t)w[t], (int8x16_t)splat(load<int32_t>(above)));
+      acc[r] = (i32x)vdotq_s32((int32x4_t)acc[r], (int8x16_t)w[t], (int8x16_t)splat(load<int32_t>(below)));
+    }
+  for (int r = 0; r < R; r++) acc[r] += upper[r] << 8;
+}
+
 #else
-  for (int byte = 0; byte < 4; byte++) {
-    i32x wide = (i32x)((w >> (8 * byte)) & 0xff);
-    acc += wide * (x << (24 - 8 * byte) >> 24);
-  }
+
+constexpr bool CENTRED = false;
+
+inline void store_codes(int16_t* row, int at, i32x codes) {
+  typedef int16_t i16x __attribute__((vector_size(W * 2)));
+  typedef uint64_t u64x __attribute__((vector_size(W * 2)));
+  const u64x fours = bits_of<u64x>(__builtin_convertvector(codes, i16x));
+  store(row + at, (fours & 0xffff00000000ffff) | (fours & 0xffff0000) << 16 | (fours >> 16 & 0xffff0000));
+}
+
+inline i32x dot(i32x acc, u32x w, i32x x) {  // of two words a lane
+#if defined(__AVX512VNNI__) && defined(__AVX512VL__)
+  return (i32x)_mm512_dpwssd_epi32((__m512i)acc, (__m512i)w, (__m512i)x);
+#elif defined(__SSE2__)
+#if defined(__AVX512BW__)
+  acc += (i32x)_mm512_madd_epi16((__m512i)w, (__m512i)x);
+#elif defined(__AVX2__)
+  acc += (i32x)_mm256_madd_epi16((__m256i)w, (__m256i)x);
+#else
+  acc += (i32x)_mm_madd_epi16((__m128i)w, (__m128i)x);
+#endif
+  asm("" : "+v"(acc));  // a compiler that puts off the additions runs out of registers
   return acc;
+#else
+  return acc + (i32x)(w & 0xffff) * (x << 16 >> 16) + (i32x)(w >> 16) * (x >> 16);
 #endif
 }
+
+template <int R>
+inline void dot(i32x acc[R], const u32x w[8], const int16_t* const x[R]) {
+  constexpr int CHAINS = R == 1 ? 4 : R == 2 ? 2 : 1;  // sums that do not wait for each other
+  i32x sums[CHAINS][R] = {};
+  for (int r = 0; r < R; r++) sums[0][r] = acc[r];
+#pragma GCC unroll 8
+  for (int t = 0; t < 8; t++) {
+    const u32x even = w[t] & 0x00ff00ff, odd = bits_of<u32x>(bits_of<u16y>(w[t]) >> 8);
+    for (int r = 0; r < R; r++) {
+      const int16_t* four = x[r] + 4 * t;
+      i32x &one = sums[2 * t % CHAINS][r], &other = sums[(2 * t + 1) % CHAINS][r];
+      one = dot(one, even, splat(load<int32_t>(four)));
+      other = dot(other, odd, splat(load<int32_t>(four + 2)));
+    }
+  }
+  for (int r = 0; r < R; r++) {
+    acc[r] = sums[0][r];
+    for (int c = 1; c < CHAINS; c++) acc[r] += sums[c][r];
+  }
+}
+
+#endif
 
 }  // namespace

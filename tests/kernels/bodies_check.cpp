@@ -19,6 +19,16 @@ static std::vector<float> uniforms(int count) {
   return values;
 }
 
+// Activations that 16 bits hold: multiples of 2^-10, the largest of each group the largest code.
+static std::vector<float> whole_codes(int count, int group) {
+  std::vector<float> values(count);
+  for (int i = 0; i < count; i++) {
+    const int largest = i / group % 2 ? 32512 : -32512;
+    values[i] = float(i % group ? std::rand() % 65025 - 32512 : largest) / 1024;
+  }
+  return values;
+}
+
 struct Error {
   double error = 0, largest = 0;
   void add(double expected, double found) {
@@ -61,8 +71,8 @@ static void check_product(const Kernels& kernels, int bits) {
   const int n = 50, k = 192, m = 7, group = 32, groups = k / group;
   Matrix w(bits, n, k, group);
   Error unpacked, product;
-  std::vector<float> row(k), x = uniforms(m * k), y(m * n), scales(m * groups), sums(m * groups);
-  std::vector<int8_t> codes(m * k);
+  std::vector<float> row(k), x = whole_codes(m * k, group), y(m * n), scales(m * groups), sums(m * groups);
+  std::vector<int16_t> codes(m * k);
   for (int r = 0; r < n; r++) {
     kernels.unpack(w.pack, r, row.data());
     for (int i = 0; i < k; i++) unpacked.add(w.values[r * k + i], row[i]);
@@ -77,7 +87,7 @@ static void check_product(const Kernels& kernels, int bits) {
   for (int r = 0; r < m; r++)
     for (int c = 0; c < n; c++) {
       double expected = 0;
-      for (int i = 0; i < k; i++) expected += double(codes[r * k + i] * scales[r * groups + i / group]) * w.values[c * k + i];
+      for (int i = 0; i < k; i++) expected += double(x[r * k + i]) * w.values[c * k + i];
       product.add(expected, y[r * n + c]);
     }
   unpacked.print("unpack");
