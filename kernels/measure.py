@@ -3,10 +3,11 @@
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import mlx.core as mx
 
-from metalctl.kernels import dispatch, paged_attention, quantized_rows, recurrent
+from metalctl.kernels import append_rows, dispatch, linear_rows, paged_attention, quantized_rows, recurrent
 
 FEW = 2  # sequences that are compared with the reference, which needs much memory
 EXACT_ENOUGH = 2e-6  # in float32
@@ -85,6 +86,8 @@ def default_cases() -> list[Case]:
         attention("8 x 8192, 4 queries each", 8, 8192, length=4),
     ]
     if dispatch.platform() == "cuda":
+        cases += [products("1024 x 2 x 3072", rows, 1024, (3072, 3072)) for rows in (1, 8, 32)]
+        cases += [products("4096 x 2048", 32, 4096, (2048,)), appended("32/8 heads of 128", 32)]
         cases += [quantised("4096 x 12288, 4 bits", rows) for rows in (1, 4, 16, 32)]
         cases += [delta("32 heads of 128 x 128", 1, 512), delta("32 heads of 128 x 128", 32, 1)]
         cases += [space("64 heads of 64 x 128", 32)]
@@ -162,6 +165,70 @@ def quantised(name: str, rows: int, width: int = 4096, columns: int = 12288, gro
 
     size = width * columns // 2 + width * columns // group_size * 4
     return Case("quantized_rows", f"{rows} x {name}", size, prepare)
+
+
+def products(name: str, rows: int, width: int, columns: Sequence[int]) -> Case:
+    """`rows` rows times 16-bit matrices."""
+
+    def prepare() -> Prepared:
+        x = mx.random.normal((rows, width)).astype(mx.bfloat16)
+        weights = [mx.random.normal((n, width), dtype=mx.bfloat16) for n in columns]
+        mx.eval(x, weights)
+
+        def joined(results: list[mx.array]) -> mx.array:
+            return mx.concatenate(results, axis=-1)
+
+        def exact() -> mx.array:
+            return joined(linear_rows.reference(x.astype(mx.float32), [w.astype(mx.float32) for w in weights]))
+
+        compiled = mx.compile(lambda x: linear_rows.linear_rows(x, weights)[0])
+        return Prepared(
+            run=lambda: compiled(x),
+            ours=lambda: joined(linear_rows.linear_rows(x, weights)),
+            plain=lambda: joined(linear_rows.reference(x, weights)),
+            exact=exact,
+        )
+
+    return Case("linear_rows", f"{rows} x {name}", 2 * width * sum(columns), prepare)
+
+
+def appended(name: str, rows: int, heads: int = 32, kv_heads: int = 8, head_dim: int = 128) -> Case:
+    """A new token of each of `rows` sequences, normed, rotated and put into the pools."""
+
+    def prepare() -> Prepared:
+        new = [mx.random.normal((rows, n * head_dim)).astype(mx.bfloat16) for n in (heads, kv_heads, kv_heads)]
+        pools = [mx.zeros((16 * rows + 1, kv_heads, head_dim), mx.bfloat16) for _ in range(2)]
+        slots, positions = mx.arange(1, rows + 1, dtype=mx.int32), mx.arange(rows, dtype=mx.int32) * 16
+        frequencies = 1e-6 ** (mx.arange(head_dim // 2) * 2 / head_dim)
+        norms = (mx.random.normal((head_dim,)), mx.random.normal((head_dim,)), mx.array([1e-6]))
+        mx.eval(new, pools, slots, positions, frequencies, norms)
+
+        def flat(queries: mx.array, keys: mx.array, values: mx.array) -> mx.array:
+            return mx.concatenate([part.reshape(rows, -1) for part in (queries, keys[slots], values[slots])], axis=-1)
+
+        def by(body: Callable[..., Any], arrays: list[mx.array]) -> Any:
+            return body(*arrays, slots, positions, frequencies, traditional=False, norms=norms)
+
+        def plain() -> mx.array:
+            return flat(*by(append_rows.reference, [*new, *pools]))
+
+        def exact() -> mx.array:
+            return flat(*by(append_rows.reference, [array.astype(mx.float32) for array in (*new, *pools)]))
+
+        def run() -> mx.array:
+            queries: mx.array = by(append_rows.append_rows, [*new, *pools])
+            return queries
+
+        def ours() -> mx.array:
+            queries = run()
+            mx.eval(queries)  # and with it what was written to the pools
+            return flat(queries, *pools)
+
+        if not append_rows.applies(new[0], *pools):
+            return Prepared(run=plain, ours=plain, plain=plain, exact=exact)
+        return Prepared(run=run, ours=ours, plain=plain, exact=exact)
+
+    return Case("append_rows", f"{rows} x {name}", 2 * 2 * rows * (heads + 2 * kv_heads) * head_dim, prepare)
 
 
 def delta(name: str, batch: int, tokens: int, key_heads: int = 16, heads: int = 32, size: int = 128) -> Case:

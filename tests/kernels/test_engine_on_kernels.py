@@ -82,8 +82,8 @@ def test_a_decode_step_of_fused_attentions_gives_the_tokens_of_the_layers_as_the
             requests = [served.add_request(prompt(length, length), greedy) for length in LENGTHS]
             outputs = drain(served)
         runs[fused] = [[entry for output in outputs[request] for entry in output.logprobs] for request in requests]
-    for fused, plain in zip(runs[True], runs[False], strict=True):
-        for ours, theirs in zip(fused, plain, strict=True):
+    for fused, written_out in zip(runs[True], runs[False], strict=True):
+        for ours, theirs in zip(fused, written_out, strict=True):
             (_, first), (_, second) = theirs.top
             if ours.token_id != theirs.token_id:  # only where rounding may choose
                 assert first - second < NEAR
