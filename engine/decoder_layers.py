@@ -21,7 +21,7 @@ from metalctl.engine.siblings import with_call_of
 from metalctl.kernels.cpu import library
 from metalctl.kernels.cpu.library import Gate, Layer, Operation, Turns
 
-CLOSE = 1e-2  # of the largest change to the input: in 8 bits, a rounding that tips over moves results by up to 3e-3
+CLOSE = 1e-3  # of the largest change to the input: a rounding that tips over moves results by up to 5e-5
 _PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
 _PLAIN = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
 _SANDWICH = _PLAIN | {"pre_feedforward_layernorm", "post_feedforward_layernorm"}  # a norm on both sides

@@ -93,8 +93,8 @@ def report(reference: str, repeats: int, peers: list[str], also: list[str]) -> s
             "",
             f"Perplexity over {exact['tokens']} tokens is {exact['perplexity']:.3f}, against "
             f"{exact['perplexity_float32']:.3f} with the same weights in float32 ({exact['difference']:+.2%}). Of "
-            f"{exact['greedy_tokens']} greedy tokens {len(gaps)} are not what float32 would have chosen at that place"
-            + (f"; they are less likely there by {', '.join(gaps)} nats." if gaps else "."),
+            f"{exact['greedy_tokens']} greedy tokens {len(gaps) or 'none'} are not what float32 would have chosen there"
+            + (f"; they are less likely by {', '.join(gaps)} nats." if gaps else "."),
         ]
     )
 
