@@ -4,6 +4,7 @@
 
 #include "attention_bodies.h"
 #include "kernels.h"
+#include "sampling_bodies.h"
 #include "simd.h"
 
 namespace metalctl {
@@ -116,116 +117,122 @@ inline f32x gated(Gate gate, f32x x) {
   return 0.5f * x * (1.0f + tanh(0.7978845608f * (x + 0.044715f * x * x * x)));
 }
 
-inline f32x load_some(const float* from, int count) {
-  if (count >= W) return load<f32x>(from);
-  f32x v{};
-  for (int i = 0; i < count; i++) v[i] = from[i];
-  return v;
-}
-
-inline void store_some(float* to, f32x v, int count) {
-  if (count >= W) return store(to, v);
-  for (int i = 0; i < count; i++) to[i] = v[i];
-}
-
+// What comes after the sums for R rows from `row` on: biases, gate, residual. `up`: of the second weight, or null.
 template <int R>
-inline void product_rows(const Product& p, int tile, int row) {
-  int32_t x_rows[R], y_rows[R];
-  for (int r = 0; r < R; r++) {
-    x_rows[r] = p.rows ? p.rows[row + r] : row + r;
-    y_rows[r] = p.outputs ? p.outputs[row + r] : row + r;
-  }
-  for (int part = 0; part < PARTS; part++) {
-    const int column = tile * TILE + part * W, count = p.weight.n - column;
-    if (count <= 0) return;
-    f32x acc[R];
-    accumulate<R>(p.weight, tile, part, p, x_rows, acc);
-    if (p.bias)
-      for (int r = 0; r < R; r++) acc[r] += load_some(p.bias + column, count);
-    if (p.up) {
-      f32x up[R];
-      accumulate<R>(*p.up, tile, part, p, x_rows, up);
-      if (p.up_bias)
-        for (int r = 0; r < R; r++) up[r] += load_some(p.up_bias + column, count);
-      for (int r = 0; r < R; r++) acc[r] = gated(p.gate, acc[r]) * up[r];
-    } else if (p.gate != Gate::none) {
-      for (int r = 0; r < R; r++) acc[r] = gated(p.gate, acc[r]);
-    }
-    for (int r = 0; r < R; r++) {
-      const int64_t at = y_rows[r] * p.y_stride + column;
-      if (p.residual) acc[r] += load_some(p.residual + at, count);
-      store_some(p.y + at, acc[r], count);
-    }
-  }
-}
-
-// -- products of floating weights with many rows: R rows of x lie transposed in a panel, [k][R], so that one pointer
-// serves all of them, and two vectors of outputs share what is read of it
-
-template <int R>
-inline void fill_panel(const Product& p, int row, float* panel) {
-  const int k = p.weight.k;
-  for (int r = 0; r < R; r++) {
-    const float* x = p.x + int64_t(p.rows ? p.rows[row + r] : row + r) * k;
-    for (int i = 0; i < k; i++) panel[int64_t(i) * R + r] = x[i];
-  }
-}
-
-template <class T, int R>
-inline void accumulate_panel(const T* first, const T* second, const float* panel, int k, f32x left[R], f32x right[R]) {
-  f32x a[R] = {}, b[R] = {};
-  for (int i = 0; i < k; i++) {
-    const f32x one = load_as_float(first + int64_t(i) * TILE), other = load_as_float(second + int64_t(i) * TILE);
-    for (int r = 0; r < R; r++) {
-      a[r] += one * panel[int64_t(i) * R + r];
-      b[r] += other * panel[int64_t(i) * R + r];
-    }
-  }
-  for (int r = 0; r < R; r++) left[r] = a[r], right[r] = b[r];
-}
-
-template <int R>
-inline void finish_rows(const Product& p, int column, int row, f32x acc[R]) {
+inline void finish(const Product& p, int column, int row, f32x acc[R], const f32x* up) {
   const int count = p.weight.n - column;
   if (count <= 0) return;
+  const f32x bias = p.bias ? load_some(p.bias + column, count) : f32x{};
+  const f32x up_bias = p.up_bias ? load_some(p.up_bias + column, count) : f32x{};
   for (int r = 0; r < R; r++) {
-    if (p.bias) acc[r] += load_some(p.bias + column, count);
+    if (p.bias) acc[r] += bias;
     if (p.gate != Gate::none) acc[r] = gated(p.gate, acc[r]);
+    if (up) acc[r] *= p.up_bias ? up[r] + up_bias : up[r];
     const int64_t at = int64_t(p.outputs ? p.outputs[row + r] : row + r) * p.y_stride + column;
     if (p.residual) acc[r] += load_some(p.residual + at, count);
     store_some(p.y + at, acc[r], count);
   }
 }
 
-template <class T, int R>
-inline void panel_rows(const Product& p, int tile_from, int tile_to, int row, float* panel) {
-  fill_panel<R>(p, row, panel);
-  const T* data = reinterpret_cast<const T*>(p.weight.data);
-  auto vector_of = [&](int v) { return data + int64_t(v / PARTS) * p.weight.k * TILE + v % PARTS * W; };
-  const int last = tile_to * PARTS;
-  for (int v = tile_from * PARTS; v < last; v += 2) {
-    f32x left[R], right[R];
-    const int next = v + 1 < last ? v + 1 : v;
-    accumulate_panel<T, R>(vector_of(v), vector_of(next), panel, p.weight.k, left, right);
-    finish_rows<R>(p, v * W, row, left);
-    if (next > v) finish_rows<R>(p, next * W, row, right);
+template <int R>
+inline void product_rows(const Product& p, int tile, int row) {
+  int32_t x_rows[R];
+  for (int r = 0; r < R; r++) x_rows[r] = p.rows ? p.rows[row + r] : row + r;
+  for (int part = 0; part < PARTS; part++) {
+    f32x acc[R], up[R];
+    accumulate<R>(p.weight, tile, part, p, x_rows, acc);
+    if (p.up) accumulate<R>(*p.up, tile, part, p, x_rows, up);
+    finish<R>(p, tile * TILE + part * W, row, acc, p.up ? up : nullptr);
   }
 }
 
+// -- products of floating weights with many rows, a stretch of k at a time: R rows of x lie transposed in a panel,
+// [k][R], so that one pointer serves all of them; two vectors of outputs share what is read of it; and weights of 16
+// bits are widened once for all panels. The order of the sums is that of single rows.
+
+constexpr int PANEL_ROWS = 64, PANEL = PANEL_ROWS * 256, DEPTH = 256, VECTORS = 16 * PARTS;
+
 template <int R>
-inline void panel_rows(const Product& p, int tile_from, int tile_to, int row, float* panel) {
-  if (p.weight.format == Format::f32) return panel_rows<float, R>(p, tile_from, tile_to, row, panel);
-  if (p.weight.format == Format::f16) return panel_rows<half, R>(p, tile_from, tile_to, row, panel);
-  return panel_rows<bfloat, R>(p, tile_from, tile_to, row, panel);
+inline void fill_panel(const Product& p, int row, int from, int depth, float* panel) {
+  for (int r = 0; r < R; r++) {
+    const float* x = p.x + int64_t(p.rows ? p.rows[row + r] : row + r) * p.weight.k + from;
+    for (int i = 0; i < depth; i++) panel[i * R + r] = x[i];
+  }
 }
 
-constexpr int PANEL = 1 << 14;  // floats that fit on the stack of a thread
+template <class T, int R>
+inline void accumulate_panel(const T* first, const T* second, const float* panel, int depth, f32x* left, f32x* right) {
+  f32x a[R], b[R];
+  for (int r = 0; r < R; r++) a[r] = left[r], b[r] = right[r];
+  for (int i = 0; i < depth; i++) {
+    const f32x one = load_as_float(first + i * TILE), other = load_as_float(second + i * TILE);
+    for (int r = 0; r < R; r++) {
+      a[r] += one * panel[i * R + r];
+      b[r] += other * panel[i * R + r];
+    }
+  }
+  for (int r = 0; r < R; r++) left[r] = a[r], right[r] = b[r];
+}
+
+template <class T>
+inline const float* widened(const T* from, int depth, float* to) {
+  for (int i = 0; i < depth; i++) store(to + i * TILE, load_as_float(from + i * TILE));
+  return to;
+}
+
+// Vectors of outputs: of the weight one after the other, or in turn of the weight and of `up`.
+template <class T, int R>
+void panels(const Product& p, int vector_from, int vectors, int row, int rows) {
+  alignas(64) float x[PANEL], wide[2][DEPTH * TILE];
+  f32x sums[VECTORS][PANEL_ROWS];
+  const int ways = p.up ? 2 : 1, k = p.weight.k;
+  const bool widen = sizeof(T) < sizeof(float) && rows >= 4 * R;
+  const int stretch = widen ? DEPTH : PANEL / rows;
+  auto weights = [&](int j) {
+    const int v = vector_from + j / ways;
+    const uint8_t* data = j % ways ? p.up->data : p.weight.data;
+    return reinterpret_cast<const T*>(data) + int64_t(v / PARTS) * k * TILE + v % PARTS * W;
+  };
+  for (auto& of_vector : sums)
+    for (int r = 0; r < rows; r++) of_vector[r] = f32x{};
+  for (int from = 0; from < k; from += stretch) {
+    const int depth = k - from < stretch ? k - from : stretch;
+    for (int r = 0; r < rows; r += R) fill_panel<R>(p, row + r, from, depth, x + r * depth);
+    for (int j = 0; j < vectors; j += 2) {
+      const T* first = weights(j) + int64_t(from) * TILE;
+      const T* second = j + 1 < vectors ? weights(j + 1) + int64_t(from) * TILE : first;
+      const float* one = widen ? widened(first, depth, wide[0]) : nullptr;
+      const float* other = widen ? widened(second, depth, wide[1]) : nullptr;
+      for (int r = 0; r < rows; r += R) {
+        f32x *left = &sums[j][r], *right = &sums[j + 1][r];
+        if (widen) accumulate_panel<float, R>(one, other, x + r * depth, depth, left, right);
+        else accumulate_panel<T, R>(first, second, x + r * depth, depth, left, right);
+      }
+    }
+  }
+  for (int j = 0; j < vectors; j += ways)
+    for (int r = 0; r < rows; r += R)
+      finish<R>(p, (vector_from + j / ways) * W, row + r, &sums[j][r], p.up ? &sums[j + 1][r] : nullptr);
+}
+
+template <int R>
+inline void panels(const Product& p, int tile_from, int tile_to, int row, int rows) {
+  const int ways = p.up ? 2 : 1, last = tile_to * PARTS, step = VECTORS / ways;
+  for (int v = tile_from * PARTS; v < last; v += step) {
+    const int vectors = ways * (last - v < step ? last - v : step);
+    if (p.weight.format == Format::f32) panels<float, R>(p, v, vectors, row, rows);
+    else if (p.weight.format == Format::f16) panels<half, R>(p, v, vectors, row, rows);
+    else panels<bfloat, R>(p, v, vectors, row, rows);
+  }
+}
 
 void product(const Product& p, int tile_from, int tile_to, int row_from, int row_to) {
   constexpr int R = W == 16 ? 8 : 4;
-  if (!is_quantized(p.weight.format) && !p.up && R * p.weight.k <= PANEL) {
-    alignas(64) float panel[PANEL];
-    for (; row_from + R <= row_to; row_from += R) panel_rows<R>(p, tile_from, tile_to, row_from, panel);
+  const bool alike = !p.up || p.up->format == p.weight.format;
+  while (!is_quantized(p.weight.format) && alike && row_from + R <= row_to) {
+    const int left = (row_to - row_from) / R * R, rows = left < PANEL_ROWS ? left : PANEL_ROWS;
+    panels<R>(p, tile_from, tile_to, row_from, rows);
+    row_from += rows;
   }
   for (int tile = tile_from; tile < tile_to; tile++) {
     int row = row_from;
@@ -354,32 +361,6 @@ void rope(const float* cosine, const float* sine, int half, bool traditional, co
     store_some(to + i, a * c - b * s, some);
     store_some(to + half + i, a * s + b * c, some);
   }
-}
-
-// -- sampling
-
-float peak(const float* x, int64_t count) {
-  f32x top = splat(-__builtin_inff());
-  int64_t i = 0;
-  for (; i + W <= count; i += W) top = maximum(top, load<f32x>(x + i));
-  float most = largest(top);
-  for (; i < count; i++) most = x[i] > most ? x[i] : most;
-  return most;
-}
-
-float weights(const float* x, int64_t count, float top, float temperature, float least, float* out) {
-  const float inverse = 1.0f / temperature;
-  f32x total{};
-  for (int64_t i = 0; i < count; i += W) {
-    const int some = count - i < W ? int(count - i) : W;
-    f32x v = load_some(x + i, some);
-    f32x weight = select(v >= least, exp((v - top) * inverse), f32x{});
-    if (some < W)
-      for (int lane = some; lane < W; lane++) weight[lane] = 0;
-    store_some(out + i, weight, some);
-    total += weight;
-  }
-  return sum(total);
 }
 
 }  // namespace

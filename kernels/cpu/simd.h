@@ -71,6 +71,20 @@ inline float largest(f32x v) {
   return top;
 }
 
+// -- fewer than a vector's worth
+
+inline f32x load_some(const float* from, int count) {
+  if (count >= W) return load<f32x>(from);
+  f32x v{};
+  for (int i = 0; i < count; i++) v[i] = from[i];
+  return v;
+}
+
+inline void store_some(float* to, f32x v, int count) {
+  if (count >= W) return store(to, v);
+  for (int i = 0; i < count; i++) to[i] = v[i];
+}
+
 // -- sixteen-bit floats
 
 struct half {
@@ -99,8 +113,16 @@ inline float widen(half x) {
 inline f32x load_as_float(const float* from) { return load<f32x>(from); }
 
 inline f32x load_as_float(const bfloat* from) {
+#if defined(__AVX512BW__) && defined(__AVX512VL__)  // in one instruction: value i to the upper half of lane i
+  const __m512i upper = _mm512_set_epi32(0xf0000, 0xe0000, 0xd0000, 0xc0000, 0xb0000, 0xa0000, 0x90000, 0x80000, 0x70000, 0x60000,
+                                         0x50000, 0x40000, 0x30000, 0x20000, 0x10000, 0);
+  return bits_of<f32x>(_mm512_maskz_permutexvar_epi16(0xaaaaaaaa, upper, _mm512_castsi256_si512(load<__m256i>(from))));
+#elif defined(__AVX2__)
+  return bits_of<f32x>(_mm256_slli_epi32(_mm256_cvtepu16_epi32(load<__m128i>(from)), 16));
+#else
   u32x wide = __builtin_convertvector(load<u16x>(from), u32x) << 16;
   return bits_of<f32x>(wide);
+#endif
 }
 
 inline f32x load_as_float(const half* from) {

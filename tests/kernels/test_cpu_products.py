@@ -131,14 +131,31 @@ def test_several_weights_biases_and_an_addend_in_one_operation(isa: str) -> None
 
 
 @pytest.mark.parametrize(("gate", "activation"), [(Gate.SILU, "silu"), (Gate.GELU_TANH, "gelu_approx")])
-def test_gated_product(isa: str, gate: Gate, activation: str) -> None:
+@pytest.mark.parametrize("dtypes", [(dtype, dtype) for dtype in FLOATS] + [(mx.float32, mx.bfloat16)])
+def test_gated_product(isa: str, gate: Gate, activation: str, dtypes: tuple[mx.Dtype, mx.Dtype]) -> None:
     import mlx.nn as nn
 
-    (first, a), (second, b) = floating(mx.float32), floating(mx.bfloat16)
-    x = activations(9, K)
-    expected = getattr(nn, activation)(x @ a.T) * (x @ b.T)
-    assert close(library.linear([first, second], gate=gate)(x), expected, 1e-5)
-    assert close(library.glu(gate)(x @ a.T, x @ b.T), expected, 1e-5)
+    (first, a), (second, b) = map(floating, dtypes)
+    bias = activations(N, seed=4)
+    mx.eval(bias)
+    for rows in (9, 100):
+        x = activations(rows, K)
+        expected = getattr(nn, activation)(x @ a.T) * (x @ b.T + bias)
+        assert close(library.linear([first, second], [None, bias], gate)(x), expected, 1e-5)
+    assert close(library.glu(gate)(x @ a.T, x @ b.T), getattr(nn, activation)(x @ a.T) * (x @ b.T), 1e-5)
+
+
+@pytest.mark.parametrize("k", [40, 2600])
+def test_a_floating_row_of_any_length_gets_the_same_bits_alone_and_in_a_batch(isa: str, k: int) -> None:
+    x = activations(75, k)
+    for dtype in FLOATS:
+        weight, exact = floating(dtype, (37, k))
+        for product in (library.linear([weight]), library.linear([weight, weight], gate=Gate.SILU)):
+            together = product(x)
+            alone = mx.concatenate([product(x[i : i + 1]) for i in range(75)])
+            assert mx.array_equal(together, alone)
+            assert mx.array_equal(product(x[:19]), together[:19])
+        assert close(library.linear([weight])(x), x @ exact.T, 1e-5)
 
 
 def test_a_norm_in_front_of_a_product(isa: str) -> None:
