@@ -89,11 +89,12 @@ class ModelRunner:
             if ends:
                 logits.append(last if len(ends) == len(together) else last[mx.array(ends)])
                 rows.extend(together[row] for row in ends)
-        sampled = self._sample(logits, rows, output)
+        wanted = [sequence for sequence in output.sequences if sequence.samples]
+        sampled = self._sample(logits, rows, wanted)
         self.caches.copy(output.checkpoints)
         arrays = [*(sampled.arrays if sampled else []), *(a for _, _, values in prompt for a in values.arrays)]
         mx.async_eval(*arrays, *self.caches.arrays)
-        self._previous = InFlight([s for s in output.sequences if s.samples], sampled, prompt)
+        self._previous = InFlight(wanted, sampled, prompt)
         return self._previous
 
     def reset(self) -> None:
@@ -189,9 +190,8 @@ class ModelRunner:
         rows = [row_of.get(id(s), 0) if token == PENDING else 0 for s, token in zip(sequences, last, strict=True)]
         return mx.where(known == PENDING, tokens[mx.array(rows, mx.int32)], known)
 
-    def _sample(self, logits: list[mx.array], rows: list[Sequence], output: SchedulerOutput) -> Sampled | None:
-        """Samples for those of the scheduler's sequences that want it, in its order; `rows` is that of the logits."""
-        wanted = [sequence for sequence in output.sequences if sequence.samples]
+    def _sample(self, logits: list[mx.array], rows: list[Sequence], wanted: list[Sequence]) -> Sampled | None:
+        """Samples for `wanted`, in the scheduler's order; `rows` is that of the logits."""
         if not wanted:
             return None
         together = logits[0] if len(logits) == 1 else mx.concatenate(logits)
