@@ -186,7 +186,7 @@ void panels(const Product& p, int vector_from, int vectors, int row, int rows) {
   alignas(64) float x[PANEL], wide[2][DEPTH * TILE];
   f32x sums[VECTORS][PANEL_ROWS];
   const int ways = p.up ? 2 : 1, k = p.weight.k;
-  const bool widen = sizeof(T) < sizeof(float) && rows >= 4 * R;
+  const bool widen = SLOW_TO_LOAD<T> && rows >= 4 * R;
   const int stretch = widen ? DEPTH : PANEL / rows;
   auto weights = [&](int j) {
     const int v = vector_from + j / ways;

@@ -5,6 +5,7 @@
 
 #include <cstdint>
 #include <cstring>
+#include <type_traits>
 
 #if defined(__x86_64__)
 #include <immintrin.h>
@@ -138,6 +139,14 @@ inline f32x load_as_float(const half* from) {
   return v;
 #endif
 }
+
+// Whether it pays to load many of them once, as floats, and those many times.
+template <class T>
+constexpr bool SLOW_TO_LOAD = !std::is_same_v<T, float>;
+#if defined(__AVX512BW__) && defined(__AVX512VL__)
+template <>
+constexpr bool SLOW_TO_LOAD<bfloat> = false;
+#endif
 
 // -- rounding and exp
 
