@@ -17,8 +17,9 @@ from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwiGLU, SwitchGLU
 
 from metalctl.engine import cuda_layers, decoder_layers
 from metalctl.engine import native_layers as native
+from metalctl.engine.replacing import difference, direct_children, norm_factor, with_call_of
 from metalctl.engine.rotary import inverse_frequencies
-from metalctl.engine.siblings import Siblings, direct_children, with_call_of
+from metalctl.engine.siblings import Siblings
 from metalctl.kernels import dispatch
 from metalctl.kernels.cpu import library
 from metalctl.kernels.cpu.build import BuildError, build
@@ -112,7 +113,7 @@ def _experts(module: Any, siblings: Siblings) -> str:
 
 def _norm(module: Any, siblings: Siblings) -> str:
     module.__class__ = native.RMSNorm
-    module.adopt(plus_one=False)
+    module.adopt(module["weight"])
     return "norms"
 
 
@@ -171,7 +172,7 @@ def _gated_mlp(module: Any) -> str:
     found = (math.inf, Gate.NONE)
     for activation in (Gate.SILU, Gate.GELU_TANH, Gate.GELU):
         hidden = native.gated(module.gate_proj, module.up_proj, activation)(x)
-        found = min(found, (native.difference(expected, module.down_proj.operation(hidden)), activation))
+        found = min(found, (difference(expected, module.down_proj.operation(hidden)), activation))
     if not found[0] <= CLOSE:
         return ""
     module.__class__ = with_call_of(native.GatedMLP, type(module))
@@ -181,15 +182,9 @@ def _gated_mlp(module: Any) -> str:
 
 
 def _unknown_norm(module: Any) -> str:
-    if isinstance(module, native.RMSNorm):
+    factor = None if isinstance(module, native.RMSNorm) else norm_factor(module, CLOSE)
+    if factor is None:
         return ""
-    x = mx.random.normal((2, module["weight"].size), key=mx.random.key(0))
-    expected = module(x)
-    weight = module["weight"].astype(mx.float32)
-    for plus_one in (False, True):
-        ours = mx.fast.rms_norm(x, weight + 1.0 if plus_one else weight, module.eps)
-        if native.difference(expected, ours) <= CLOSE:
-            module.__class__ = native.RMSNorm
-            module.adopt(plus_one)
-            return "norms"
-    return ""
+    module.__class__ = native.RMSNorm
+    module.adopt(factor)
+    return "norms"

@@ -14,8 +14,8 @@ import mlx.nn as nn
 from mlx_lm.models.cache import KVCache
 
 from metalctl.engine.cache.paged_kv import PagedKVCache
+from metalctl.engine.replacing import difference, norm_factor, with_call_of
 from metalctl.engine.rotary import inverse_frequencies
-from metalctl.engine.siblings import with_call_of
 from metalctl.kernels import append_rows
 from metalctl.kernels.paged_attention import paged_attention
 
@@ -114,7 +114,9 @@ def _read(module: Any) -> Step | None:
         return None
     norms = None
     if "q_norm" in parts:
-        found = [_norm_weight(parts[name]) for name in ("q_norm", "k_norm")]
+        if not all("weight" in parts[name] and hasattr(parts[name], "eps") for name in ("q_norm", "k_norm")):
+            return None
+        found = [norm_factor(parts[name], CLOSE) for name in ("q_norm", "k_norm")]
         if found[0] is None or found[1] is None:
             return None
         norms = (found[0], found[1], mx.array([module.q_norm.eps], mx.float32))
@@ -122,18 +124,6 @@ def _read(module: Any) -> Step | None:
     frequencies = rotation.inverse_frequencies * rotation.scale
     mx.eval(frequencies, norms)
     return Step(scale, softcap, frequencies, rotation.traditional, norms)
-
-
-def _norm_weight(norm: Any) -> mx.array | None:
-    """What an RMS norm multiplies by, in float32: its weight, or one more than that."""
-    if "weight" not in norm or not hasattr(norm, "eps"):
-        return None
-    weight = norm["weight"].astype(mx.float32)
-    x = mx.random.normal((2, weight.size), key=mx.random.key(0))
-    for factor in (weight, weight + 1.0):
-        if _difference(norm(x), mx.fast.rms_norm(x, factor, norm.eps)) <= CLOSE:
-            return factor
-    return None
 
 
 def _proven(module: Any, step: Step) -> bool:
@@ -154,7 +144,7 @@ def _proven(module: Any, step: Step) -> bool:
     mx.eval(pools, expected)
     slot, position, table, length = (mx.array([n], mx.int32) for n in (_BLOCK + 5, 5, 1, 6))
     got = step.attend(module, token, Places(pools, _BLOCK, slot, position, table[None], length))
-    return got.shape == expected.shape and _difference(expected, got) <= CLOSE
+    return got.shape == expected.shape and difference(expected, got) <= CLOSE
 
 
 def _in_second_block(tokens: mx.array) -> mx.array:
@@ -165,9 +155,3 @@ def _in_second_block(tokens: mx.array) -> mx.array:
 def _input_dims(linear: Any) -> int:
     width = int(linear["weight"].shape[-1])
     return width * 32 // linear.bits if "scales" in linear else width
-
-
-def _difference(a: mx.array, b: mx.array) -> float:
-    """The largest, as a share of the largest value."""
-    a, b = a.astype(mx.float32), b.astype(mx.float32)
-    return float(mx.abs(a - b).max() / mx.abs(a).max())

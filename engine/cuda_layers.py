@@ -7,6 +7,7 @@ a token. MLX's product of a few rows with a 4-bit matrix reads the matrix once f
 
 import itertools
 from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
 import mlx.core as mx
@@ -14,7 +15,8 @@ import mlx.nn as nn
 from mlx_lm.models import gated_delta, ssm
 
 from metalctl.engine import cuda_attention
-from metalctl.engine.siblings import Siblings, direct_children
+from metalctl.engine.replacing import direct_children
+from metalctl.engine.siblings import Siblings
 from metalctl.kernels import linear_rows
 from metalctl.kernels.quantized_rows import quantized_rows
 from metalctl.kernels.recurrent import gated_delta as run_gated_delta
@@ -51,7 +53,7 @@ def accelerate(model: nn.Module) -> list[str]:
     install()
     replaced: Counter[str] = Counter()
     for parent in model.modules():
-        siblings = Siblings(_Join, lambda member, x: _Join([member])(x)[0])
+        siblings = Siblings(_Join, lambda member, x: _biased(linear_rows.linear_rows(x, [member.weight]), [member])[0])
         for module in direct_children(parent):
             if type(module) in _QUANTISED and getattr(module, "mode", None) == "affine":
                 module.__class__ = _QUANTISED[type(module)]
@@ -72,12 +74,12 @@ class _Join:
     def __init__(self, members: list[nn.Linear]):
         self._members = members
         self._joined: mx.array | None = None
-        if len(members) > 1 and not all(map(linear_rows.can_hold, self._weights)):
-            self._joined = mx.concatenate(self._weights)
-            ends = list(itertools.accumulate(weight.shape[0] for weight in self._weights))
-            for member, weight in zip(members, mx.split(self._joined, ends[:-1]), strict=True):
+        if not all(map(linear_rows.can_hold, self._weights)):
+            self._bounds = list(itertools.accumulate(weight.shape[0] for weight in self._weights))[:-1]
+            joined = mx.concatenate(self._weights)
+            for member, weight in zip(members, mx.split(joined, self._bounds), strict=True):
                 member.weight = weight  # a view
-            self._joined = self._joined.T
+            self._joined = joined.T
             mx.eval(self._joined, *self._weights)
 
     @property
@@ -85,13 +87,15 @@ class _Join:
         return [member.weight for member in self._members]
 
     def __call__(self, x: mx.array) -> list[mx.array]:
-        products: list[mx.array]
         if self._joined is not None and x.size <= MOST_ROWS * x.shape[-1]:
-            ends = list(itertools.accumulate(weight.shape[0] for weight in self._weights))
-            products = list(mx.split(x @ self._joined, ends[:-1], axis=-1))
+            products = list(mx.split(x @ self._joined, self._bounds, axis=-1))
         else:
             products = linear_rows.linear_rows(x, self._weights)
-        return [y + m.bias if "bias" in m else y for y, m in zip(products, self._members, strict=True)]
+        return _biased(products, self._members)
+
+
+def _biased(products: Sequence[mx.array], layers: list[nn.Linear]) -> list[mx.array]:
+    return [y + layer.bias if "bias" in layer else y for y, layer in zip(products, layers, strict=True)]
 
 
 def install() -> None:

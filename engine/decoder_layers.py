@@ -17,7 +17,7 @@ from mlx_lm.models.cache import KVCache
 
 from metalctl.engine import native_layers as native
 from metalctl.engine.cache.paged_kv import PagedKVCache
-from metalctl.engine.siblings import with_call_of
+from metalctl.engine.replacing import difference, with_call_of
 from metalctl.kernels.cpu import library
 from metalctl.kernels.cpu.library import Gate, Layer, Operation, Turns
 
@@ -135,7 +135,7 @@ def _same_changes(layer: Layer, change: Callable[..., mx.array]) -> bool:
         slots = mx.array([4, 5, 6, 7, 0, 1][offset : offset + x.shape[1]], mx.int32)
         length, position = mx.array([offset + x.shape[1]], mx.int32), mx.array([offset], mx.int32)
         ours = operation.of(x, *pools, slots, table, length, position)
-        if not native.difference(change(x, mask, cache), ours - x) <= CLOSE:
+        if not difference(change(x, mask, cache), ours - x) <= CLOSE:
             return False
     return True
 

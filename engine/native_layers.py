@@ -172,8 +172,9 @@ class RMSNorm(nn.Module):
     operation: Operation
     native_weight: mx.array
 
-    def adopt(self, plus_one: bool) -> None:
-        weight = _float32(self["weight"] + 1.0 if plus_one else self["weight"])
+    def adopt(self, factor: mx.array) -> None:
+        """Multiply by `factor`, which may be another than the module's weight."""
+        weight = _float32(factor)
         object.__setattr__(self, "native_weight", weight)
         self.operation = library.rms_norm(weight, self.eps)
 
@@ -207,11 +208,6 @@ class RoPE(nn.Module):
         if rest or x.ndim < 3:
             return super().__call__(x, offset=offset, **rest)
         return self.operation(x, Positions.of(offset))
-
-
-def difference(a: mx.array, b: mx.array) -> float:
-    """The largest, as a share of the largest value."""
-    return float(mx.abs(a - b).max() / mx.abs(a).max())
 
 
 def _packed(module: Any) -> Weight:

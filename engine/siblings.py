@@ -67,17 +67,3 @@ class Siblings:
                 if len(some) > 1:
                     group = Group(some, self._join(some), self._alone)
                     self._groups |= {id(member): group for member in some}
-
-
-def direct_children(parent: nn.Module) -> list[nn.Module]:
-    """The modules that `parent` holds itself, also those in lists."""
-    found: list[nn.Module] = []
-    for child in parent.children().values():
-        found.extend([child] if isinstance(child, nn.Module) else [])
-        found.extend(m for m in child if isinstance(m, nn.Module)) if isinstance(child, list) else None
-    return found
-
-
-def with_call_of(ours: type, theirs: type) -> type:
-    """A subclass of a module's own class, so that whoever asks still finds it, that is called as ours is."""
-    return type(theirs.__name__, (ours, theirs), {})

@@ -103,15 +103,4 @@ for (int strip = 0; strip < STRIPS; strip++) {
   }
 }
 __syncthreads();
-for (int i = threadIdx.x; i < 16 * STRIPS * rows; i += WARPS * 32) {
-  const int column = i % (16 * STRIPS);
-  const int row = i / (16 * STRIPS);
-  float sum = 0.0f;
-#pragma unroll
-  for (int w = 0; w < WARPS; w++) {
-    sum += shares[w][column][row];
-  }
-  if (first_column + column < columns) {
-    y[int64_t(row) * columns + first_column + column] = T(sum);
-  }
-}
+write_sums(shares, y, rows, columns, first_column);

@@ -24,3 +24,20 @@ MULTIPLY(__half, "f16")
 MULTIPLY(__nv_bfloat16, "bf16")
 #undef MULTIPLY
 
+// Of a block that computes COLUMNS columns of y for up to ROWS rows of x, and whose warps have shared their sums.
+template <int WARPS, int COLUMNS, int ROWS, typename T>
+__device__ __forceinline__ void write_sums(const float (&shares)[WARPS][COLUMNS][ROWS], T* y, int rows, int columns,
+                                           int first_column) {
+  for (int i = threadIdx.x; i < COLUMNS * rows; i += WARPS * 32) {
+    const int column = i % COLUMNS;
+    const int row = i / COLUMNS;
+    float sum = 0.0f;
+#pragma unroll
+    for (int w = 0; w < WARPS; w++) {
+      sum += shares[w][column][row];
+    }
+    if (first_column + column < columns) {
+      y[int64_t(row) * columns + first_column + column] = T(sum);
+    }
+  }
+}

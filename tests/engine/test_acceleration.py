@@ -9,7 +9,7 @@ import pytest
 from mlx.utils import tree_flatten
 from mlx_lm.models.llama import TransformerBlock
 
-from metalctl.engine import acceleration, native_layers
+from metalctl.engine import acceleration, native_layers, replacing
 from metalctl.engine.decoder_layers import DecoderLayer
 from metalctl.kernels.cpu import library
 from tests.engine import tiny
@@ -114,7 +114,7 @@ def test_half_precision_models_compute_in_float32(dtype: mx.Dtype) -> None:
     ids = mx.array([tiny.prompt(30)])
     logits = half(ids)
     assert logits.dtype == mx.float32
-    assert native_layers.difference(whole(ids), logits) < TOLERANCE
+    assert replacing.difference(whole(ids), logits) < TOLERANCE
 
 
 @pytest.mark.parametrize("bits", [3, 4, 5, 6, 8])
@@ -125,7 +125,7 @@ def test_quantised_models_stay_close_and_keep_what_cannot_be_packed(bits: int) -
     acceleration.accelerate(model)
     assert (layers_of(model, native_layers.NativeLinear) > 0) == (bits != 3)
     ids = mx.array([tiny.prompt(30)])
-    assert native_layers.difference(reference(ids), model(ids)) < (1e-5 if bits == 3 else 0.1)
+    assert replacing.difference(reference(ids), model(ids)) < (1e-5 if bits == 3 else 0.1)
 
 
 def test_weights_are_held_once() -> None:
@@ -147,7 +147,7 @@ def test_a_layer_of_unusual_form_is_left_as_it_is() -> None:
     expected = model(ids)
     acceleration.accelerate(model)
     assert layers_of(model, DecoderLayer) == 2
-    assert native_layers.difference(expected, model(ids)) < TOLERANCE
+    assert replacing.difference(expected, model(ids)) < TOLERANCE
 
 
 def test_a_weight_that_is_read_or_changed_is_the_layers_own() -> None:
@@ -159,7 +159,7 @@ def test_a_weight_that_is_read_or_changed_is_the_layers_own() -> None:
     assert isinstance(layer, native_layers.NativeLinear)
     assert mx.array_equal(layer.weight, weight)
     layer.weight = 2 * weight
-    assert native_layers.difference(x @ (2 * weight).T + layer.bias, layer(x)) < TOLERANCE
+    assert replacing.difference(x @ (2 * weight).T + layer.bias, layer(x)) < TOLERANCE
 
 
 def test_nothing_happens_without_kernels() -> None:

@@ -65,6 +65,7 @@ class Kernel:
     atomic_outputs: bool = False
     may_leave_unwritten: frozenset[str] = frozenset()
     written_inputs: frozenset[str] = frozenset()
+    contiguous: bool = True  # whether inputs are made so
 
     def __call__(
         self,
@@ -102,8 +103,11 @@ class Kernel:
         array = value if isinstance(value, mx.array) else mx.array(value)
         small = array.size < 8  # MLX puts these into the constant address space
         parameter = Parameter(name, array.dtype, small, array.ndim == 0)
-        parts = [_Memory(parameter, _bytes(array), writable=name in self.written_inputs)]
-        strides = [int(np.prod(array.shape[i + 1 :], dtype=np.int64)) for i in range(array.ndim)]
+        if self.contiguous:
+            array = mx.contiguous(array)
+        mx.eval(array)
+        parts = [_Memory(parameter, _as_it_lies(array), writable=name in self.written_inputs)]
+        strides = [step // array.dtype.size for step in memoryview(array).strides or ()]
         padding = [0] * (10 - array.ndim) if self.dialect == "cuda" else []
         for suffix, dtype, values in (
             ("shape", mx.int32, [*array.shape, *padding]),
@@ -179,13 +183,14 @@ def cuda_kernel(
     may_leave_unwritten: Sequence[str] = (),
     written_inputs: Sequence[str] = (),
 ) -> Kernel:
-    """Stands in for `mx.fast.cuda_kernel`, as `metal_kernel` does for its namesake.
+    """Stands in for `mx.fast.cuda_kernel`, as `metal_kernel` does for its namesake, but for `ensure_row_contiguous`.
 
     written_inputs   inputs that the kernel writes to, which have to be contiguous; a write to any other is a finding
     """
     unwritten, written = frozenset(may_leave_unwritten), frozenset(written_inputs)
     texts = (name, input_names, output_names, source, header)
-    return Kernel("cuda", *texts, may_leave_unwritten=unwritten, written_inputs=written)
+    options = {"may_leave_unwritten": unwritten, "written_inputs": written, "contiguous": ensure_row_contiguous}
+    return Kernel("cuda", *texts, **options)
 
 
 def _aligned(size: int) -> np.ndarray:
@@ -198,6 +203,19 @@ def _bytes(array: mx.array) -> np.ndarray:
     flat = mx.contiguous(array).reshape(-1)
     data = _aligned(array.nbytes)
     data[:] = np.array(flat.view(mx.uint8), copy=False) if array.dtype != mx.bool_ else np.array(flat).view(np.uint8)
+    return data
+
+
+def _as_it_lies(array: mx.array) -> np.ndarray:
+    """The bytes from an array's first element to its last, with poison where none of its elements lies."""
+    strides, size = memoryview(array).strides or (), array.dtype.size
+    span = size + sum((length - 1) * step for length, step in zip(array.shape, strides, strict=True))
+    if not array.size or span == array.nbytes:
+        return _bytes(array)
+    data = _aligned(span)
+    data[:] = POISON
+    shape = (*array.shape, size)
+    np.lib.stride_tricks.as_strided(data, shape, (*strides, 1))[...] = _bytes(array).reshape(shape)
     return data
 
 
