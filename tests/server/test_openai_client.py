@@ -11,6 +11,7 @@ from scripted import ScriptedThread
 from serving import assert_idle, running, served
 
 HELLO = [{"role": "user", "content": "Hello"}]
+WHOLE = {"ignore_eos": True}  # where an answer ends by chance would be no error
 WEATHER = {
     "type": "function",
     "function": {
@@ -65,7 +66,8 @@ def test_stream_says_what_the_whole_answer_says(client):
 def test_async_client_streams(aclient):
     async def run():
         client = aclient()
-        stream = await client.chat.completions.create(model="tiny", messages=HELLO, max_tokens=10, stream=True)
+        options = {"max_tokens": 10, "stream": True, "extra_body": WHOLE}
+        stream = await client.chat.completions.create(model="tiny", messages=HELLO, **options)
         return [chunk async for chunk in stream]
 
     assert asyncio.run(run())[-1].choices[0].finish_reason == "length"
@@ -98,7 +100,7 @@ def test_choices_differ_and_come_with_a_seed_again(client):
 
 def test_logprobs_are_those_of_the_tokens(client):
     options = {"model": "tiny", "messages": HELLO, "max_tokens": 6, "logprobs": True, "top_logprobs": 3, "seed": 2}
-    options["extra_body"] = {"ignore_eos": True}  # an end by chance would be no error
+    options["extra_body"] = WHOLE
     content = client.chat.completions.create(**options).choices[0].logprobs.content
     assert len(content) == 6
     assert all(len(token.top_logprobs) == 3 and token.logprob <= 0 for token in content)
@@ -224,7 +226,7 @@ def test_scoring_a_prompt_generates_nothing(client):
 
 def test_several_prompts_in_every_form(client):
     for prompt in (["ab", "cd"], [[64, 65], [66, 67]]):
-        answer = client.completions.create(model="tiny", prompt=prompt, max_tokens=3, n=2)
+        answer = client.completions.create(model="tiny", prompt=prompt, max_tokens=3, n=2, extra_body=WHOLE)
         assert [choice.index for choice in answer.choices] == [0, 1, 2, 3]
         assert answer.usage.completion_tokens == 12
     assert client.completions.create(model="tiny", prompt=[64, 65], max_tokens=3).usage.prompt_tokens == 2
