@@ -22,15 +22,13 @@ from metalctl.server.app import create_app
 from metalctl.server.embeddings import served_vectors
 from metalctl.server.guard import GuardOptions
 from metalctl.server.models import Limits, ModelManager, ModelSpec, ServedModel
-from metalctl.server.protocol import ImpatientProtocol
+from metalctl.server.protocol import BACKLOG, uvicorn_config
 
 if TYPE_CHECKING:
     from metalctl.engine.models.checkpoint import Checkpoint
 
 _LOOPBACK = frozenset({"localhost", "127.0.0.1", "::1"})
 _SIZES = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
-_IDLE_CONNECTION = 75  # seconds
-_BACKLOG = 1024
 
 
 @dataclass(frozen=True)
@@ -74,22 +72,11 @@ def run(invocation: Invocation, launch: Launch) -> None:
 
 
 async def _serve(invocation: Invocation, launch: Launch, manager: ModelManager, listener: socket.socket) -> None:
-    config = uvicorn.Config(
-        create_app(manager, guard_options(launch)),
-        http=ImpatientProtocol,
-        log_config=None,
-        access_log=False,
-        server_header=False,
-        proxy_headers=False,
-        lifespan="on",
-        backlog=_BACKLOG,
-        timeout_keep_alive=_IDLE_CONNECTION,
-        timeout_graceful_shutdown=max(1, round(launch.drain_timeout)),
-    )
+    config = uvicorn_config(create_app(manager, guard_options(launch)), launch.drain_timeout)
     # uvicorn raises the signal that stopped it once more at its end; by then it has done its work.
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: None)
-    listener.listen(_BACKLOG)  # whoever reads the announcement can connect
+    listener.listen(BACKLOG)  # whoever reads the announcement can connect
     _announce(invocation, [spec.name for spec in manager.specs], listener)
     await uvicorn.Server(config).serve(sockets=[listener])
     invocation.output.event("done", status="ok")

@@ -1,12 +1,36 @@
-"""Connections that say nothing, or never finish what they say, are closed."""
+"""How the server speaks HTTP: what uvicorn is told, and an end to connections that never finish a request."""
 
 import asyncio
 from typing import Any
 
 import h11
+import uvicorn
+from starlette.applications import Starlette
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 HEADER_TIMEOUT = 30.0  # seconds until the head of a request must be whole
+BACKLOG = 1024  # connections that may wait to be accepted
+
+# Seconds that a connection may be idle between two requests. A client must give one up before the server does, or it
+# sends a request into a connection that is closing; the pools of common clients keep theirs for 5 to 60 seconds.
+_IDLE_CONNECTION = 75
+
+
+def uvicorn_config(app: Starlette, drain_timeout: float = 30.0, **options: Any) -> uvicorn.Config:
+    """uvicorn's settings for `app`, which has `drain_timeout` seconds to end its answers when the server stops."""
+    return uvicorn.Config(
+        app,
+        http=ImpatientProtocol,
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        proxy_headers=False,
+        lifespan="on",
+        backlog=BACKLOG,
+        timeout_keep_alive=_IDLE_CONNECTION,
+        timeout_graceful_shutdown=max(1, round(drain_timeout)),
+        **options,
+    )
 
 
 class ImpatientProtocol(H11Protocol):

@@ -19,7 +19,7 @@ from metalctl.engine.models.tokenizer import Tokenizer
 from metalctl.server.app import create_app
 from metalctl.server.guard import GuardOptions
 from metalctl.server.models import Limits, ModelManager, ModelSpec, ServedModel
-from metalctl.server.protocol import ImpatientProtocol
+from metalctl.server.protocol import uvicorn_config
 from tiny import build
 
 VOCAB = 288
@@ -73,9 +73,7 @@ def running(
     """A server with the models `names`, which `load` makes when they are asked for."""
     loop = asyncio.new_event_loop()
     manager = ModelManager(specs or [ModelSpec(name, name) for name in names], load, limits or Limits())
-    config = uvicorn.Config(
-        create_app(manager, options), port=0, http=ImpatientProtocol, log_config=None, lifespan="on"
-    )
+    config = uvicorn_config(create_app(manager, options), port=0)
     server = uvicorn.Server(config)
     thread = threading.Thread(target=lambda: loop.run_until_complete(server.serve()), daemon=True)
     thread.start()
