@@ -3,10 +3,10 @@
 Nothing happens on Metal. The replacements are per model: other models, and mlx-lm's own code, stay as they are.
 """
 
-import math
 import sys
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Hashable, Iterable
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwiGLU, SwitchGLU
 
 from metalctl.engine import cuda_layers, decoder_layers
 from metalctl.engine import native_layers as native
-from metalctl.engine.replacing import difference, direct_children, norm_factor, with_call_of
+from metalctl.engine.replacing import difference, direct_children, kind, norm_factor, with_call_of
 from metalctl.engine.rotary import inverse_frequencies
 from metalctl.engine.siblings import Siblings
 from metalctl.kernels import dispatch
@@ -60,28 +60,40 @@ def status() -> str:
     return library.description() if library.loaded() else _reason
 
 
-def accelerate(model: nn.Module) -> list[str]:
+def accelerate(model: nn.Module, ready: Iterable[nn.Module] | None = None) -> list[str]:
     """Replace the layers of `model` that the loaded kernels can compute; returns what was done, for people.
 
-    Frees the weights as they were, one layer at a time. Does nothing where no kernels are loaded.
+    `ready` yields the model's parts as their weights come; None: all are there. Frees the weights as they were, one
+    layer at a time. Replaces nothing where no kernels are loaded.
     """
     if dispatch.platform() == "cuda":
+        _await(ready)
         return cuda_layers.accelerate(model)
     if not library.loaded():
+        _await(ready)
         return []
     replaced: Counter[str] = Counter()
+    siblings: dict[int, Siblings] = {}
     for parent in model.modules():
-        siblings = native.siblings()
-        for module in direct_children(parent):
-            if type(module) in _LEAVES:
-                replaced[_LEAVES[type(module)](module, siblings)] += 1
+        shared = native.siblings()
+        siblings |= {id(module): shared for module in direct_children(parent)}
+    for module in chain(ready or (), model.modules()):
+        if type(module) in _LEAVES:
+            replaced[_LEAVES[type(module)](module, siblings[id(module)])] += 1
+    activations: dict[Hashable, Gate | None] = {}
     for module in model.modules():
-        replaced[_composite(module)] += 1
+        replaced[_composite(module, activations)] += 1
+    proofs: dict[Hashable, bool] = {}
     for module in model.modules():
-        replaced["decoder layers"] += decoder_layers.fuse(module)
+        replaced["decoder layers"] += decoder_layers.fuse(module, proofs)
     mx.clear_cache()
     counts = [f"{count} {name}" for name, count in replaced.items() if name and count]
     return [f"CPU kernels ({library.description()}): {', '.join(counts)}"] if counts else []
+
+
+def _await(ready: Iterable[nn.Module] | None) -> None:
+    for _ in ready or ():
+        pass
 
 
 # -- one row a kind of layer: what replaces it, and what that is called; "" where it stays
@@ -149,7 +161,7 @@ def _packable(module: Any) -> bool:
 # -- modules that are recognised by what they compute
 
 
-def _composite(module: Any) -> str:
+def _composite(module: Any, activations: dict[Hashable, Gate | None]) -> str:
     if type(module) is SwitchGLU and type(module.activation) is SwiGLU:
         if not all(isinstance(p, native.NativeExperts) for p in (module.gate_proj, module.up_proj, module.down_proj)):
             return ""
@@ -157,28 +169,39 @@ def _composite(module: Any) -> str:
         module.adopt()
         return "expert MLPs"
     if set(module.children()) == {"gate_proj", "up_proj", "down_proj"} and not isinstance(module, SwitchGLU):
-        return _gated_mlp(module)
+        return _gated_mlp(module, activations)
     if type(module).__name__.endswith("RMSNorm") and set(module) == {"weight"} and hasattr(module, "eps"):
         return _unknown_norm(module)
     return ""
 
 
-def _gated_mlp(module: Any) -> str:
-    """An MLP whose gate is one of those we know, as its own result on a random input shows."""
+def _gated_mlp(module: Any, activations: dict[Hashable, Gate | None]) -> str:
+    """An MLP whose gate is one of those we know. `activations` has what was found for kinds of MLPs."""
     if not all(isinstance(part, native.NativeLinear) for part in module.children().values()):
         return ""
-    x = mx.random.normal((2, module.gate_proj.native.layout.k), key=mx.random.key(0))
-    expected = module(x)
-    found = (math.inf, Gate.NONE)
-    for activation in (Gate.SILU, Gate.GELU_TANH, Gate.GELU):
-        hidden = native.gated(module.gate_proj, module.up_proj, activation)(x)
-        found = min(found, (difference(expected, module.down_proj.operation(hidden)), activation))
-    if not found[0] <= CLOSE:
+    sort = kind(module)
+    if sort not in activations:
+        activations[sort] = _activation(module)
+    activation = activations[sort]
+    if activation is None:
         return ""
     module.__class__ = with_call_of(native.GatedMLP, type(module))
-    module.activation = found[1]
-    module.gated = native.gated(module.gate_proj, module.up_proj, found[1])
+    module.activation = activation
+    module.gated = native.gated(module.gate_proj, module.up_proj, activation)
     return "MLPs"
+
+
+def _activation(module: Any) -> Gate | None:
+    """The one that comes closest to the module's result on a random input, if it is the same but for rounding."""
+    x = mx.random.normal((2, module.gate_proj.native.layout.k), key=mx.random.key(0))
+    expected = module(x)
+
+    def off(activation: Gate) -> float:
+        hidden = native.gated(module.gate_proj, module.up_proj, activation)(x)
+        return difference(expected, module.down_proj.operation(hidden))
+
+    least, found = min((off(activation), activation) for activation in (Gate.SILU, Gate.GELU_TANH, Gate.GELU))
+    return found if least <= CLOSE else None
 
 
 def _unknown_norm(module: Any) -> str:

@@ -6,7 +6,7 @@ is read off its parts and then proven: its own result on random inputs must be t
 """
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import replace
 from typing import Any
 
@@ -17,7 +17,7 @@ from mlx_lm.models.cache import KVCache
 
 from metalctl.engine import native_layers as native
 from metalctl.engine.cache.paged_kv import PagedKVCache
-from metalctl.engine.replacing import difference, with_call_of
+from metalctl.engine.replacing import difference, kind, with_call_of
 from metalctl.kernels.cpu import library
 from metalctl.kernels.cpu.library import Gate, Layer, Operation, Turns
 
@@ -48,10 +48,15 @@ class DecoderLayer(nn.Module):
         return self.operations[key]
 
 
-def fuse(module: Any) -> bool:
-    """Make `module` a DecoderLayer if it computes what one does."""
+def fuse(module: Any, proofs: dict[Hashable, bool]) -> bool:
+    """Make `module` a DecoderLayer if it computes what one does. `proofs` has what was found for kinds of layers."""
     layer = _read(module)
-    if layer is None or not _proven(module, layer):
+    if layer is None:
+        return False
+    sort = kind(module)
+    if sort not in proofs:
+        proofs[sort] = _proven(module, layer)
+    if not proofs[sort]:
         return False
     module.__class__ = with_call_of(DecoderLayer, type(module))
     module.layer = layer

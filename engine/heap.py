@@ -6,10 +6,15 @@ process after the cache has grown a few times. Does nothing where the C library 
 """
 
 import ctypes
+import gc
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
-_M_MMAP_THRESHOLD = -3  # malloc.h
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_MMAP_MAX = -1, -3, -4  # malloc.h
+_DEFAULT_TRIM_THRESHOLD, _DEFAULT_MMAP_MAX = 128 << 10, 65536  # mallopt(3)
+_NEVER = (1 << 31) - 1
 _LARGE = 1 << 20  # bytes
 
 
@@ -20,8 +25,31 @@ def map_large_blocks() -> None:
         library.mallopt(_M_MMAP_THRESHOLD, _LARGE)
 
 
-def trim() -> None:
-    """Give back the pages that nothing lies on any more: worth it after a model was loaded."""
+@contextmanager
+def recycled() -> Iterator[None]:
+    """Inside, what is freed is kept for the next block of any size, and given back at the end.
+
+    Weights go through many blocks that live for a moment, and the system clears each page that it hands out: that
+    takes longer than all of the work on it.
+    """
+    library = _glibc()
+    if library is None:
+        yield
+        return
+    library.mallopt(_M_MMAP_MAX, 0)
+    library.mallopt(_M_TRIM_THRESHOLD, _NEVER)
+    try:
+        yield
+    finally:
+        library.mallopt(_M_MMAP_MAX, _DEFAULT_MMAP_MAX)
+        library.mallopt(_M_TRIM_THRESHOLD, _DEFAULT_TRIM_THRESHOLD)
+        library.malloc_trim(0)
+
+
+def release() -> None:
+    """Free what only cycles of objects hold, and give back the pages that nothing lies on any more: a model that is
+    gone is both."""
+    gc.collect()
     library = _glibc()
     if library is not None:
         library.malloc_trim(0)

@@ -1,9 +1,13 @@
 """What the places share that replace a loaded model's layers: finding them, and telling what they compute."""
 
+from collections.abc import Hashable
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
+
+from metalctl.engine.siblings import Siblings
+from metalctl.kernels.cpu.library import Operation, Turns, Weight
 
 
 def direct_children(parent: nn.Module) -> list[nn.Module]:
@@ -16,8 +20,35 @@ def direct_children(parent: nn.Module) -> list[nn.Module]:
 
 
 def with_call_of(ours: type, theirs: type) -> type:
-    """A subclass of a module's own class, so that whoever asks still finds it, that is called as ours is."""
-    return type(theirs.__name__, (ours, theirs), {})
+    """The subclass of a module's own class, so that whoever asks still finds it, that is called as ours is."""
+    key = (ours, theirs)
+    if key not in _subclasses:
+        _subclasses[key] = type(theirs.__name__, key, {})
+    return _subclasses[key]
+
+
+_subclasses: dict[tuple[type, type], type] = {}
+
+
+def kind(value: Any) -> Hashable:
+    """Equal for two modules that are the same function of the numbers in their arrays: the same classes and settings,
+    and arrays of the same shapes and types. What was proven for one then holds for the other."""
+    if isinstance(value, nn.Module):
+        settings = {name: each for name, each in vars(value).items() if name not in ("_no_grad", "_training")}
+        return type(value), kind(settings), kind(dict(value))
+    if isinstance(value, dict):
+        return tuple((name, kind(value[name])) for name in sorted(value, key=str))
+    if isinstance(value, list | tuple):
+        return tuple(map(kind, value))
+    if isinstance(value, mx.array):
+        return value.shape, value.dtype
+    if isinstance(value, Weight):
+        return value.layout
+    if isinstance(value, Turns):
+        return value.inverse_frequencies, value.traditional, value.scale
+    if isinstance(value, Operation | Siblings):
+        return None  # made of the settings and arrays beside it
+    return value if isinstance(value, Hashable) else id(value)
 
 
 def norm_factor(norm: Any, close: float) -> mx.array | None:

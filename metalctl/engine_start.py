@@ -103,7 +103,7 @@ def _loader(
     """What the engine's thread does first. Leaves the model in `loaded`, for what is known of it besides the engine."""
 
     def load() -> "LLMEngine":
-        from metalctl.engine import acceleration, heap
+        from metalctl.engine import acceleration
         from metalctl.engine.llm_engine import LLMEngine
         from metalctl.engine.models.loader import load as load_model
 
@@ -116,7 +116,6 @@ def _loader(
                 max_model_len=config.max_model_len,
             )
         )
-        heap.trim()
         return LLMEngine(loaded[0], config)
 
     return load

@@ -49,7 +49,7 @@ def embedder_from_gguf(checkpoint: Checkpoint) -> Embedder:
         _recipe(_pooling(header), "mean"),
         hidden_size=config.hidden_size,
         max_length=config.max_length,
-        notes=(*notes, *model.notes, *accelerate_encoder(model.module)),
+        notes=(*notes, *model.notes, *accelerate_encoder(model.module, model.filling)),
     )
 
 

@@ -1,5 +1,6 @@
 """Encoders on the CPU kernels."""
 
+from collections.abc import Iterable
 from typing import Any
 
 import mlx.core as mx
@@ -30,12 +31,12 @@ class NativeMLP(MLP):
         return self.down_proj(self.activated(x))
 
 
-def accelerate_encoder(encoder: Encoder) -> list[str]:
+def accelerate_encoder(encoder: Encoder, ready: Iterable[nn.Module] | None = None) -> list[str]:
     """Replace the layers of `encoder` that the loaded kernels can compute; returns what was done, for people.
 
-    Does nothing where no kernels are loaded.
+    `ready` yields its parts as their weights come; None: all are there. Replaces nothing where no kernels are loaded.
     """
-    notes = accelerate(encoder)
+    notes = accelerate(encoder, ready)
     if library.loaded():
         for layer in encoder.layers:
             _attention(layer.attention)

@@ -2,12 +2,12 @@
 
 import hashlib
 import json
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 
+from metalctl.engine import heap
 from metalctl.engine.acceleration import accelerate
 from metalctl.engine.config import Precision
 from metalctl.engine.errors import CheckpointError, OutOfMemoryError, UnsupportedModelError
@@ -46,11 +46,10 @@ def load(
     UnsupportedModelError for what cannot be run, OutOfMemoryError for what does not fit, before anything large is
     allocated.
     """
-    if checkpoint.format == "gguf":
-        loaded = _load_gguf(checkpoint, dtype, precision, max_model_len)
-    else:
-        loaded = _load_folder(checkpoint, trust_remote_code)
-    return replace(loaded, notes=(*loaded.notes, *accelerate(loaded.model)))
+    with heap.recycled():
+        if checkpoint.format == "gguf":
+            return _load_gguf(checkpoint, dtype, precision, max_model_len)
+        return _load_folder(checkpoint, trust_remote_code)
 
 
 def _load_gguf(
@@ -74,7 +73,7 @@ def _load_gguf(
         context_length=int(model.config["max_position_embeddings"]),
         fingerprint=_fingerprint(checkpoint, str(dtype), precision),
         generation_defaults=_sampling_defaults(header),
-        notes=(*notes, *model.notes),
+        notes=(*notes, *model.notes, *accelerate(model.module, model.filling)),
     )
 
 
@@ -135,6 +134,7 @@ def _load_folder(checkpoint: Checkpoint, trust_remote_code: bool) -> LoadedModel
         context_length=_context_length(config),
         fingerprint=_fingerprint(checkpoint),
         generation_defaults=generation,
+        notes=tuple(accelerate(model)),
     )
 
 

@@ -1,5 +1,8 @@
 #include "extension.h"
 
+#include <sys/mman.h>
+#include <unistd.h>
+
 #include <algorithm>
 #include <string>
 
@@ -64,6 +67,18 @@ void copy_strided(const mx::array& a, float* to) {
   }
 }
 
+// Asks for pages of 2 MB for memory that nothing was written to yet: a matrix is then ready sooner and read faster.
+// A system without them keeps its small ones.
+void use_huge_pages(char* data, size_t bytes) {
+#ifdef MADV_HUGEPAGE
+  constexpr uintptr_t HUGE = 2 << 20;
+  const uintptr_t page = sysconf(_SC_PAGESIZE);
+  const uintptr_t start = (reinterpret_cast<uintptr_t>(data) + page - 1) / page * page;
+  const uintptr_t end = (reinterpret_cast<uintptr_t>(data) + bytes) / page * page;
+  if (start + HUGE <= end) madvise(reinterpret_cast<void*>(start), end - start, MADV_HUGEPAGE);
+#endif
+}
+
 class Packing : public Body {
  public:
   Packing(Pack layout, int count) : layout_(layout), count_(count) {}
@@ -71,6 +86,10 @@ class Packing : public Body {
   std::vector<mx::Shape> shapes(const Arrays&) const override {
     // Two dimensions, so that the size may pass 2^31.
     return {{count_ * layout_.tiles(), int(layout_.tile_bytes())}};
+  }
+  void allocate(const Arrays& in, Arrays& out) const override {
+    Body::allocate(in, out);
+    use_huge_pages(out[0].data<char>(), out[0].nbytes());
   }
   void run(Arrays& in, Arrays& out) const override {
     const int tiles = layout_.tiles();

@@ -202,6 +202,8 @@ def pack_quantized(codes: mx.array, scales: mx.array, offsets: mx.array, bits: i
 
 def _fits_float16(numbers: mx.array) -> bool:
     """Whether float16 keeps them all. The first few mostly tell."""
+    if numbers.dtype == mx.float16:
+        return True
     numbers = numbers.reshape(-1)
     return all(bool(mx.all(some.astype(mx.float16) == some)) for some in (numbers[:256], numbers))
 
@@ -277,7 +279,9 @@ class Turns:
     def __init__(self, inverse_frequencies: Sequence[float], traditional: bool, scale: float):
         count = len(inverse_frequencies)
         values = (ctypes.c_float * count)(*inverse_frequencies)
+        self.inverse_frequencies = tuple(inverse_frequencies)
         self.traditional = traditional
+        self.scale = scale
         self._release = _get().metalctl_release_turns
         self.handle = _get().metalctl_turns(count, values, scale)
 

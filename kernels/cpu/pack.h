@@ -67,9 +67,27 @@ uint32_t four_codes(const uint8_t* row, int64_t i) {
          (some << 3 * (8 - bits) & mask << 24);
 }
 
+// Eight codes of 4 bits, a byte each.
+inline uint64_t spread_nibbles(uint64_t eight) {
+  eight = (eight | eight << 16) & 0x0000ffff0000ffff;
+  eight = (eight | eight << 8) & 0x00ff00ff00ff00ff;
+  return (eight | eight << 4) & 0x0f0f0f0f0f0f0f0f;
+}
+
 // 32 codes of one row to its lane of a unit.
 template <int bits>
 void pack_unit(const uint8_t* row, int64_t from, uint8_t* to) {
+  if (bits == 4) {
+    uint32_t eights[4];
+    std::memcpy(eights, row + from / 2, 16);
+    for (int i = 0; i < 2; i++) {
+      const uint64_t bytes = spread_nibbles(eights[i]) | spread_nibbles(eights[i + 2]) << 4;
+      const uint32_t fours[2] = {uint32_t(bytes), uint32_t(bytes >> 32)};
+      std::memcpy(to + 64 * (2 * i), fours, 4);
+      std::memcpy(to + 64 * (2 * i + 1), fours + 1, 4);
+    }
+    return;
+  }
   uint32_t fours[8];
   for (int i = 0; i < 8; i++) fours[i] = four_codes<bits>(row, from + 4 * i);
   auto store = [&](int place, uint32_t bytes) { std::memcpy(to + 64 * place, &bytes, 4); };
@@ -90,7 +108,7 @@ void pack_unit(const uint8_t* row, int64_t from, uint8_t* to) {
 template <int bits>
 void pack_tile(const Pack& to, int tile, const uint8_t* codes, const uint8_t* scales, const uint8_t* offsets, uint8_t* out) {
   const int groups = to.groups(), width = to.wide_scales ? 4 : 2;
-  std::memset(out, 0, to.tile_bytes());
+  if ((tile + 1) * TILE > to.n) std::memset(out, 0, to.tile_bytes());
   for (int lane = 0; lane < TILE && tile * TILE + lane < to.n; lane++) {
     const int64_t row = tile * TILE + lane;
     const uint8_t* from = codes + row * (int64_t(to.k) * bits / 8);

@@ -8,6 +8,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from metalctl.engine import heap
 from metalctl.engine.errors import ModelNotFoundError, OutOfMemoryError
 from metalctl.engine.grammar import GrammarCompiler
 from metalctl.server.chat_format.formats import ChatFormat
@@ -238,6 +239,8 @@ class ModelManager:
             return
         log.info("unloading %s", slot.spec.name)
         await asyncio.to_thread(model.close)
+        del model
+        await asyncio.to_thread(heap.release)
         self.metrics.unloads.labels(slot.spec.name).inc()
 
     def _set_timer(self, slot: _Slot) -> None:

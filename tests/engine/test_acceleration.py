@@ -9,7 +9,7 @@ import pytest
 from mlx.utils import tree_flatten
 from mlx_lm.models.llama import TransformerBlock
 
-from metalctl.engine import acceleration, native_layers, replacing
+from metalctl.engine import acceleration, decoder_layers, native_layers, replacing
 from metalctl.engine.decoder_layers import DecoderLayer
 from metalctl.kernels.cpu import library
 from tests.engine import tiny
@@ -148,6 +148,29 @@ def test_a_layer_of_unusual_form_is_left_as_it_is() -> None:
     acceleration.accelerate(model)
     assert layers_of(model, DecoderLayer) == 2
     assert replacing.difference(expected, model(ids)) < TOLERANCE
+
+
+def test_kinds_are_told_apart_by_what_they_compute_and_not_by_their_numbers() -> None:
+    model = tiny.build("llama")
+    first, second = model.model.layers[:2]
+    assert replacing.kind(first) == replacing.kind(second)
+    second.input_layernorm.eps *= 2
+    assert replacing.kind(first) != replacing.kind(second)
+    second.input_layernorm.eps /= 2
+    second.mlp.down_proj.weight = second.mlp.down_proj.weight.astype(mx.float16)
+    assert replacing.kind(first) != replacing.kind(second)
+
+
+def test_one_layer_of_a_kind_is_proven(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[int] = []
+    proven = decoder_layers._proven
+    monkeypatch.setattr(decoder_layers, "_proven", lambda *args: seen.append(id(args[0])) or proven(*args))
+    model = tiny.build("llama")
+    model.model.layers[1].self_attn.note = "of another kind"
+    acceleration.accelerate(model)
+    assert layers_of(model, DecoderLayer) == len(model.model.layers)
+    assert len(seen) == 2
+    assert id(model.model.layers[1]) in seen
 
 
 def test_a_weight_that_is_read_or_changed_is_the_layers_own() -> None:

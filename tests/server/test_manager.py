@@ -1,10 +1,12 @@
 """Which models are loaded: on demand, within limits, and no longer than they are wanted."""
 
 import asyncio
+import gc
+import weakref
 
 import pytest
 from scripted import ScriptedThread
-from serving import running, served
+from serving import running, served, tiny_engine
 
 from metalctl.engine.errors import HubError, ModelNotFoundError, OutOfMemoryError
 from metalctl.server.errors import ApiError
@@ -94,6 +96,25 @@ def test_idle_models_are_unloaded_and_come_back():
         assert loader.diary[-1] == "+a"
 
     asyncio.run(run())
+
+
+def test_a_model_that_is_unloaded_leaves_the_memory():
+    async def run():
+        models = ModelManager([ModelSpec("a", "a")], lambda spec: served("a", tiny_engine()), Limits())
+        async with models.use("a", keep_alive=0) as model:
+            network = weakref.ref(model.thread.engine.runner.model)
+        del model
+        for _ in range(200):
+            if not models.loaded() and network() is None:
+                break
+            await asyncio.sleep(0.02)
+        assert network() is None
+
+    gc.disable()  # nothing but the unloading may collect it
+    try:
+        asyncio.run(run())
+    finally:
+        gc.enable()
 
 
 def test_a_request_sets_how_long_its_model_stays():

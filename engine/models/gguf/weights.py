@@ -2,6 +2,7 @@
 
 import importlib
 import os
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -38,9 +39,14 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """A module with its config, the number of its parameters and what was decided."""
+    """A module with its config and what was decided.
+
+    `filling` reads the weights as it is run through; it yields each part of the module, once, when all of the part's
+    own arrays are there, evaluated.
+    """
 
     module: nn.Module
+    filling: Iterator[nn.Module]
     config: Config
     notes: list[str]
 
@@ -53,8 +59,10 @@ def build_model(
     row: Architecture | None = None,
     max_model_len: int | None = None,
 ) -> Model:
-    """Makes the module and fills it. `header` is that of the whole model, `parts` are its files, `row` is what to make
-    of it; None: what the table of architectures says.
+    """Makes the module; its weights are read by `Model.filling`.
+
+    `header` is that of the whole model, `parts` are its files, `row` is what to make of it; None: what the table of
+    architectures says.
 
     Everything is checked before any weight is read: UnsupportedModelError for what this version cannot run,
     CheckpointError for missing tensors, strangers and wrong shapes.
@@ -70,10 +78,9 @@ def build_model(
     nn.quantize(module, class_predicate=lambda path, _: formats[path].parameters if path in formats else False)
     if row.prepare:
         row.prepare(module, keys)
-    module.load_weights(_read(module, plan, formats, shapes, config, dtype), strict=True)
-    mx.eval(module.parameters())
     module.eval()
-    return Model(module, config, _notes(header, formats, plan, precision))
+    arrays = _read(module, plan, formats, shapes, config, dtype)
+    return Model(module, _fill(module, arrays), config, _notes(header, formats, plan, precision))
 
 
 def _plan(row: Architecture, keys: Keys, config: Config) -> dict[str, list[Piece]]:
@@ -175,6 +182,19 @@ def _some(names: list[str], most: int = 5) -> str:
     return ", ".join(names[:most]) + more
 
 
+def _fill(module: nn.Module, arrays: Iterable[tuple[str, mx.array]]) -> Iterator[nn.Module]:
+    parts = dict(module.named_modules())
+    missing = Counter(name.rpartition(".")[0] for name in dict(tree_flatten(module.parameters())))
+    for name, array in arrays:
+        owner = name.rpartition(".")[0]
+        module.load_weights([(name, array)], strict=False)
+        missing[owner] -= 1
+        if not missing[owner]:
+            yield parts[owner]
+    if any(missing.values()):
+        raise AssertionError(f"nothing was read for {_some([name for name, count in missing.items() if count])}")
+
+
 def _read(
     module: nn.Module,
     plan: dict[str, list[Piece]],
@@ -182,7 +202,7 @@ def _read(
     shapes: dict[str, tuple[int, ...]],
     config: Config,
     dtype: mx.Dtype,
-) -> list[tuple[str, mx.array]]:
+) -> Iterator[tuple[str, mx.array]]:
     keep = getattr(module, "cast_predicate", lambda _: True)
     with ThreadPoolExecutor(min(os.cpu_count() or 1, 8)) as pool:
 
@@ -193,7 +213,7 @@ def _read(
             kind = dtype if keep(target) else mx.float32
             return iter([(target, _floating(pieces, config, shapes[target], kind, pool))])
 
-        return list(_one_ahead(starmap(begin, plan.items())))
+        yield from _one_ahead(starmap(begin, plan.items()))
 
 
 def _one_ahead(iterators: Iterable[Iterator[Item]]) -> Iterator[Item]:

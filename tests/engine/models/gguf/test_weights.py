@@ -10,6 +10,7 @@ from mlx.utils import tree_flatten
 
 from metalctl.engine.models.checkpoint import Checkpoint
 from metalctl.engine.models.gguf import quants, weights
+from metalctl.engine.models.gguf.parts import read_headers
 from metalctl.engine.models.loader import load
 from tests.engine.models.gguf.tiny_models import write
 
@@ -32,6 +33,21 @@ def test_parts_of_any_size_make_the_same_arrays(case: str, tmp_path: Path, monke
     assert any(name.endswith(".scales") for name in parts)
     for name, array in parts.items():
         assert mx.array_equal(array, whole[name]), name
+
+
+def test_each_part_of_a_module_is_ready_once_and_whole(tmp_path: Path) -> None:
+    path = tmp_path / "x.gguf"
+    write("qwen2", path, kind=matrices)
+    header = read_headers([path])[0]
+    model = weights.build_model(header, [(path, header)], mx.float32, "size")
+    shapes = {name: array.shape for name, array in tree_flatten(model.module.parameters())}
+    ready = []
+    for part in model.filling:
+        assert all(mx.isfinite(array).all() for array in part.values() if isinstance(array, mx.array))
+        ready.append(id(part))
+    holders = [module for module in model.module.modules() if any(isinstance(x, mx.array) for x in module.values())]
+    assert sorted(ready) == sorted(map(id, holders))
+    assert {name: array.shape for name, array in tree_flatten(model.module.parameters())} == shapes
 
 
 def test_parts_are_put_in_place_without_copies_of_the_whole() -> None:
