@@ -12,16 +12,20 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_MMAP_MAX = -1, -3, -4  # malloc.h
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_MMAP_MAX, _M_ARENA_MAX = -1, -3, -4, -8  # malloc.h
 _DEFAULT_TRIM_THRESHOLD, _DEFAULT_MMAP_MAX = 128 << 10, 65536  # mallopt(3)
 _NEVER = (1 << 31) - 1
 _LARGE = 1 << 20  # bytes
 
 
 def map_large_blocks() -> None:
-    """From now on a block of a megabyte is memory of its own, and gone when it is freed."""
+    """From now on a block of a megabyte is memory of its own, and gone when it is freed.
+
+    All threads share one heap, since only that can be given back whole.
+    """
     library = _glibc()
     if library is not None:
+        library.mallopt(_M_ARENA_MAX, 1)
         library.mallopt(_M_MMAP_THRESHOLD, _LARGE)
 
 

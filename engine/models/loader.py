@@ -46,10 +46,9 @@ def load(
     UnsupportedModelError for what cannot be run, OutOfMemoryError for what does not fit, before anything large is
     allocated.
     """
-    with heap.recycled():
-        if checkpoint.format == "gguf":
-            return _load_gguf(checkpoint, dtype, precision, max_model_len)
-        return _load_folder(checkpoint, trust_remote_code)
+    if checkpoint.format == "gguf":
+        return _load_gguf(checkpoint, dtype, precision, max_model_len)
+    return _load_folder(checkpoint, trust_remote_code)
 
 
 def _load_gguf(
@@ -66,6 +65,8 @@ def _load_gguf(
     tokenizer, notes = build_tokenizer(header)
     parts = list(zip(paths, headers, strict=True))
     model = build_model(header, parts, dtype, precision, max_model_len=max_model_len)
+    with heap.recycled():
+        replaced = accelerate(model.module, model.filling)
     return LoadedModel(
         model=model.module,
         tokenizer=tokenizer,
@@ -73,7 +74,7 @@ def _load_gguf(
         context_length=int(model.config["max_position_embeddings"]),
         fingerprint=_fingerprint(checkpoint, str(dtype), precision),
         generation_defaults=_sampling_defaults(header),
-        notes=(*notes, *model.notes, *accelerate(model.module, model.filling)),
+        notes=(*notes, *model.notes, *replaced),
     )
 
 

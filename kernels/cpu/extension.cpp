@@ -1,8 +1,5 @@
 #include "extension.h"
 
-#include <sys/mman.h>
-#include <unistd.h>
-
 #include <algorithm>
 #include <string>
 
@@ -10,6 +7,7 @@
 #include "mlx/backend/cpu/encoder.h"
 #include "mlx/primitives.h"
 #include "mlx/utils.h"
+#include "huge_pages.h"
 #include "pack.h"
 
 namespace metalctl {
@@ -67,18 +65,6 @@ void copy_strided(const mx::array& a, float* to) {
   }
 }
 
-// Asks for pages of 2 MB for memory that nothing was written to yet: a matrix is then ready sooner and read faster.
-// A system without them keeps its small ones.
-void use_huge_pages(char* data, size_t bytes) {
-#ifdef MADV_HUGEPAGE
-  constexpr uintptr_t HUGE = 2 << 20;
-  const uintptr_t page = sysconf(_SC_PAGESIZE);
-  const uintptr_t start = (reinterpret_cast<uintptr_t>(data) + page - 1) / page * page;
-  const uintptr_t end = (reinterpret_cast<uintptr_t>(data) + bytes) / page * page;
-  if (start + HUGE <= end) madvise(reinterpret_cast<void*>(start), end - start, MADV_HUGEPAGE);
-#endif
-}
-
 class Packing : public Body {
  public:
   Packing(Pack layout, int count) : layout_(layout), count_(count) {}
@@ -88,8 +74,7 @@ class Packing : public Body {
     return {{count_ * layout_.tiles(), int(layout_.tile_bytes())}};
   }
   void allocate(const Arrays& in, Arrays& out) const override {
-    Body::allocate(in, out);
-    use_huge_pages(out[0].data<char>(), out[0].nbytes());
+    if (!lay_in_huge_pages(out[0])) Body::allocate(in, out);
   }
   void run(Arrays& in, Arrays& out) const override {
     const int tiles = layout_.tiles();
