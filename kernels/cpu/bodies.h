@@ -150,7 +150,7 @@ inline void product_rows(const Product& p, int tile, int row) {
 // [k][R], so that one pointer serves all of them; two vectors of outputs share what is read of it; and weights of 16
 // bits are widened once for all panels. The order of the sums is that of single rows.
 
-constexpr int PANEL_ROWS = 64, PANEL = PANEL_ROWS * 256, DEPTH = 256, VECTORS = 16 * PARTS;
+constexpr int PANEL_ROWS = 128, DEPTH = 128, PANEL = PANEL_ROWS * DEPTH, VECTORS = 16 * PARTS;
 
 template <int R>
 inline void fill_panel(const Product& p, int row, int from, int depth, float* panel) {
@@ -160,12 +160,15 @@ inline void fill_panel(const Product& p, int row, int from, int depth, float* pa
   }
 }
 
-template <class T, int R>
-inline void accumulate_panel(const T* first, const T* second, const float* panel, int depth, f32x* left, f32x* right) {
+// Also writes the weights as floats to `wide`, where that is given.
+template <class T, int R, bool WIDEN = false>
+inline void accumulate_panel(const T* first, const T* second, const float* panel, int depth, f32x* left, f32x* right,
+                             float (*wide)[DEPTH * TILE] = nullptr) {
   f32x a[R], b[R];
   for (int r = 0; r < R; r++) a[r] = left[r], b[r] = right[r];
   for (int i = 0; i < depth; i++) {
     const f32x one = load_as_float(first + i * TILE), other = load_as_float(second + i * TILE);
+    if (WIDEN) store(wide[0] + i * TILE, one), store(wide[1] + i * TILE, other);
     for (int r = 0; r < R; r++) {
       a[r] += one * panel[i * R + r];
       b[r] += other * panel[i * R + r];
@@ -174,19 +177,13 @@ inline void accumulate_panel(const T* first, const T* second, const float* panel
   for (int r = 0; r < R; r++) left[r] = a[r], right[r] = b[r];
 }
 
-template <class T>
-inline const float* widened(const T* from, int depth, float* to) {
-  for (int i = 0; i < depth; i++) store(to + i * TILE, load_as_float(from + i * TILE));
-  return to;
-}
-
 // Vectors of outputs: of the weight one after the other, or in turn of the weight and of `up`.
 template <class T, int R>
 void panels(const Product& p, int vector_from, int vectors, int row, int rows) {
   alignas(64) float x[PANEL], wide[2][DEPTH * TILE];
   f32x sums[VECTORS][PANEL_ROWS];
   const int ways = p.up ? 2 : 1, k = p.weight.k;
-  const bool widen = SLOW_TO_LOAD<T> && rows >= 4 * R;
+  const bool widen = !std::is_same_v<T, float> && rows >= 4 * R;
   const int stretch = widen ? DEPTH : PANEL / rows;
   auto weights = [&](int j) {
     const int v = vector_from + j / ways;
@@ -201,12 +198,12 @@ void panels(const Product& p, int vector_from, int vectors, int row, int rows) {
     for (int j = 0; j < vectors; j += 2) {
       const T* first = weights(j) + int64_t(from) * TILE;
       const T* second = j + 1 < vectors ? weights(j + 1) + int64_t(from) * TILE : first;
-      const float* one = widen ? widened(first, depth, wide[0]) : nullptr;
-      const float* other = widen ? widened(second, depth, wide[1]) : nullptr;
       for (int r = 0; r < rows; r += R) {
         f32x *left = &sums[j][r], *right = &sums[j + 1][r];
-        if (widen) accumulate_panel<float, R>(one, other, x + r * depth, depth, left, right);
-        else accumulate_panel<T, R>(first, second, x + r * depth, depth, left, right);
+        const float* panel = x + r * depth;
+        if (!widen) accumulate_panel<T, R>(first, second, panel, depth, left, right);
+        else if (r == 0) accumulate_panel<T, R, true>(first, second, panel, depth, left, right, wide);
+        else accumulate_panel<float, R>(wide[0], wide[1], panel, depth, left, right);
       }
     }
   }

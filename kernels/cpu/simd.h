@@ -140,14 +140,6 @@ inline f32x load_as_float(const half* from) {
 #endif
 }
 
-// Whether it pays to load many of them once, as floats, and those many times.
-template <class T>
-constexpr bool SLOW_TO_LOAD = !std::is_same_v<T, float>;
-#if defined(__AVX512BW__) && defined(__AVX512VL__)
-template <>
-constexpr bool SLOW_TO_LOAD<bfloat> = false;
-#endif
-
 // -- rounding and exp
 
 constexpr float ROUNDER = 12582912.0f;  // 1.5 * 2^23: adding it leaves the nearest whole number in the low bits

@@ -26,7 +26,7 @@ from metalctl.engine.models.gguf.bits import Bytes, pack_bits, split_halves, spr
 from metalctl.engine.models.gguf.unpack import Floats, Integers, Unpacked
 
 VALUES_AT_ONCE = 1 << 20  # few enough for the processor's cache, and enough to keep threads out of each other's way
-MOST_AHEAD = 32  # parts that are packed before they are asked for
+MOST_AHEAD = 12  # parts that are packed before they are asked for
 
 Type = GGMLQuantizationType
 Result = TypeVar("Result")

@@ -79,7 +79,7 @@ def build_model(
     if row.prepare:
         row.prepare(module, keys)
     module.eval()
-    arrays = _read(module, plan, formats, shapes, config, dtype)
+    arrays = _read(module, plan, formats, shapes, config, dtype, precision)
     return Model(module, _fill(module, arrays), config, _notes(header, formats, plan, precision))
 
 
@@ -202,6 +202,7 @@ def _read(
     shapes: dict[str, tuple[int, ...]],
     config: Config,
     dtype: mx.Dtype,
+    precision: Precision,
 ) -> Iterator[tuple[str, mx.array]]:
     keep = getattr(module, "cast_predicate", lambda _: True)
     with ThreadPoolExecutor(min(os.cpu_count() or 1, 8)) as pool:
@@ -209,7 +210,7 @@ def _read(
         def begin(target: str, pieces: list[Piece]) -> Iterator[tuple[str, mx.array]]:
             path = target.removesuffix(".weight")
             if path in formats:
-                return _quantised(path, pieces, formats[path], config, dtype, pool)
+                return _quantised(path, pieces, formats[path], config, dtype, precision, pool)
             kind = dtype if keep(target) else mx.float32
             return iter([(target, _floating(pieces, config, shapes[target], kind, pool))])
 
@@ -223,7 +224,13 @@ def _one_ahead(iterators: Iterable[Iterator[Item]]) -> Iterator[Item]:
 
 
 def _quantised(
-    path: str, pieces: list[Piece], chosen: quants.Format, config: Config, dtype: mx.Dtype, pool: Executor
+    path: str,
+    pieces: list[Piece],
+    chosen: quants.Format,
+    config: Config,
+    dtype: mx.Dtype,
+    precision: Precision,
+    pool: Executor,
 ) -> Iterator[tuple[str, mx.array]]:
     """The arrays of a quantised layer. Their parts are packed in the pool from now on."""
     rows = _joined([_arranged(piece, map_tensor(piece.path, piece.info), config) for piece in pieces])
@@ -232,7 +239,7 @@ def _quantised(
     parts = quants.pack(pieces[0].info.name, rows, pieces[0].info.type, chosen, pool)
 
     def assembled() -> Iterator[tuple[str, mx.array]]:
-        for name, array in _assembled((_arrays(part, order, dtype) for part in parts), len(rows)).items():
+        for name, array in _assembled((_arrays(part, order, dtype, precision) for part in parts), len(rows)).items():
             yield f"{path}.{name}", array.reshape(*leading, -1)
 
     return assembled()
@@ -253,12 +260,20 @@ def _assembled(parts: Iterable[dict[str, mx.array]], count: int) -> dict[str, mx
     return result
 
 
-def _arrays(packed: quants.Packed, order: Array | None, dtype: mx.Dtype) -> dict[str, mx.array]:
+def _arrays(packed: quants.Packed, order: Array | None, dtype: mx.Dtype, precision: Precision) -> dict[str, mx.array]:
     weight, scales = mx.array(_reordered(packed.weight, order)), mx.array(_reordered(packed.scales, order))
     if packed.biases is None:
         return {"weight": weight, "scales": scales}
     biases = mx.array(_reordered(packed.biases, order))
+    if precision == "size" and dtype == mx.float32:
+        scales, biases = _as_in_float16(scales), _as_in_float16(biases)
     return {"weight": weight, "scales": scales.astype(dtype), "biases": biases.astype(dtype)}
+
+
+def _as_in_float16(numbers: mx.array) -> mx.array:
+    """float32 numbers rounded to float16, but for those that would lose more than its last bit: they stay."""
+    narrow = numbers.astype(mx.float16).astype(mx.float32)
+    return mx.where(mx.abs(narrow - numbers) <= 2.0**-11 * mx.abs(numbers), narrow, numbers)
 
 
 def _reordered(array: Array, order: Array | None) -> Array:
