@@ -51,7 +51,8 @@ def memory(reference: str) -> str:
     return (
         f"`{Path(reference).name}`, a file of {found['file']:.0f} MB: {found['loaded']:.0f} MB resident once loaded, "
         f"{found['peak']:.0f} MB at most with a cache of {found['cache_budget']:.0f} MB that is full: "
-        f"{found['share']:.2f} of 1.3 times the file and the cache."
+        f"{found['peak'] / (found['file'] + found['cache_budget']):.2f} times the file and the cache together, and "
+        f"{found['share']:.2f} of 1.3 times the file plus the cache."
     )
 
 
