@@ -12,8 +12,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_MMAP_MAX, _M_ARENA_MAX = -1, -3, -4, -8  # malloc.h
-_DEFAULT_TRIM_THRESHOLD, _DEFAULT_MMAP_MAX = 128 << 10, 65536  # mallopt(3)
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8  # malloc.h
+_DEFAULT_TRIM_THRESHOLD = 128 << 10  # mallopt(3)
+_LARGEST_ON_HEAP = 32 << 20  # the most that mallopt takes
 _NEVER = (1 << 31) - 1
 _LARGE = 1 << 20  # bytes
 
@@ -31,21 +32,21 @@ def map_large_blocks() -> None:
 
 @contextmanager
 def recycled() -> Iterator[None]:
-    """Inside, what is freed is kept for the next block of any size, and given back at the end.
+    """Inside, blocks of up to 32 MB are kept for the next ones when they are freed, and given back at the end.
 
     Weights go through many blocks that live for a moment, and the system clears each page that it hands out: that
-    takes longer than all of the work on it.
+    takes longer than all of the work on it. Larger ones would leave holes that are too much to keep.
     """
     library = _glibc()
     if library is None:
         yield
         return
-    library.mallopt(_M_MMAP_MAX, 0)
+    library.mallopt(_M_MMAP_THRESHOLD, _LARGEST_ON_HEAP)
     library.mallopt(_M_TRIM_THRESHOLD, _NEVER)
     try:
         yield
     finally:
-        library.mallopt(_M_MMAP_MAX, _DEFAULT_MMAP_MAX)
+        library.mallopt(_M_MMAP_THRESHOLD, _LARGE)
         library.mallopt(_M_TRIM_THRESHOLD, _DEFAULT_TRIM_THRESHOLD)
         library.malloc_trim(0)
 

@@ -20,6 +20,7 @@ from metalctl.engine.models.gguf.parts import merge_headers, read_headers
 from metalctl.engine.models.gguf.reader import Header
 from metalctl.engine.models.gguf.vocabulary import build_tokenizer
 from metalctl.engine.models.tokenizer_files import tokenizer_from_folder
+from metalctl.kernels.cpu import library
 
 SAMPLING = {
     "general.sampling.temp": "temperature",
@@ -61,10 +62,11 @@ def _load_gguf(
     header = merge_headers(headers)
     row = architecture(header)
     dtype = dtype or _natural_dtype(row)
-    _check_memory(checkpoint, loaded_bytes(header, precision, dtype.size))
+    halves_stay = library.loaded()  # our kernels read them as they are
+    _check_memory(checkpoint, loaded_bytes(header, precision, dtype.size, halves_stay))
     tokenizer, notes = build_tokenizer(header)
     parts = list(zip(paths, headers, strict=True))
-    model = build_model(header, parts, dtype, precision, max_model_len=max_model_len)
+    model = build_model(header, parts, dtype, precision, max_model_len=max_model_len, halves_stay=halves_stay)
     with heap.recycled():
         replaced = accelerate(model.module, model.filling)
     return LoadedModel(

@@ -5,7 +5,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from metalctl.engine.config import Precision
-from metalctl.engine.models.gguf.quants import explain, quantised_format
+from metalctl.engine.models.gguf.quants import HALVES, explain, quantised_format
 from metalctl.engine.models.gguf.reader import Header
 
 
@@ -43,13 +43,17 @@ def rounding(header: Header) -> list[str]:
     ]
 
 
-def loaded_bytes(header: Header, precision: Precision = "size", float_bytes: int = 2) -> int:
-    """What the weights take once loaded, nearly; `float_bytes` is the size of a number that is not quantised."""
+def loaded_bytes(header: Header, precision: Precision = "size", float_bytes: int = 2, halves_stay: bool = False) -> int:
+    """What the weights take once loaded, nearly.
+
+    `float_bytes` is the size of a number that is not quantised; with `halves_stay` matrices of 16 bits keep theirs.
+    """
     total = 0.0
     for info in header.tensors:
         chosen = quantised_format(info.type, precision) if len(info.shape) > 1 else None
         if chosen is None:
-            total += info.size * float_bytes
+            half = halves_stay and len(info.shape) > 1 and info.type in HALVES
+            total += info.size * (2 if half else float_bytes)
         else:
             scales = 2 * float_bytes if chosen.mode == "affine" else 1
             total += info.size * (chosen.bits / 8 + scales / chosen.group_size)

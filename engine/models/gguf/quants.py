@@ -139,6 +139,8 @@ FLOATS: dict[GGMLQuantizationType, Any] = {
     Type.BF16: np.uint16,
 }
 
+HALVES: dict[GGMLQuantizationType, str] = {Type.F16: "float16", Type.BF16: "bfloat16"}
+
 
 def check_type(tensor: str, kind: GGMLQuantizationType) -> None:
     """Raises UnsupportedModelError when tensors of this type cannot be loaded."""

@@ -58,8 +58,10 @@ def build_model(
     precision: Precision,
     row: Architecture | None = None,
     max_model_len: int | None = None,
+    halves_stay: bool = False,
 ) -> Model:
-    """Makes the module; its weights are read by `Model.filling`.
+    """Makes the module; its weights are read by `Model.filling`. With `halves_stay` matrices that are float16 or
+    bfloat16 in the file are not turned into `dtype`.
 
     `header` is that of the whole model, `parts` are its files, `row` is what to make of it; None: what the table of
     architectures says.
@@ -79,7 +81,8 @@ def build_model(
     if row.prepare:
         row.prepare(module, keys)
     module.eval()
-    arrays = _read(module, plan, formats, shapes, config, dtype, precision)
+    kinds = _kinds(module, plan, shapes, dtype, halves_stay)
+    arrays = _read(plan, formats, kinds, shapes, config, dtype, precision)
     return Model(module, _fill(module, arrays), config, _notes(header, formats, plan, precision))
 
 
@@ -195,24 +198,36 @@ def _fill(module: nn.Module, arrays: Iterable[tuple[str, mx.array]]) -> Iterator
         raise AssertionError(f"nothing was read for {_some([name for name, count in missing.items() if count])}")
 
 
+def _kinds(
+    module: nn.Module, plan: dict[str, list[Piece]], shapes: Iterable[str], dtype: mx.Dtype, halves_stay: bool
+) -> dict[str, mx.Dtype]:
+    """The type of each parameter that is not quantised."""
+    keep = getattr(module, "cast_predicate", lambda _: True)
+    kinds = {name: dtype if keep(name) else mx.float32 for name in shapes}
+    for path, layer in module.named_modules() if halves_stay else ():
+        found = {piece.info.type for piece in plan.get(f"{path}.weight", [])}
+        if hasattr(layer, "to_quantized") and len(found) == 1 and keep(f"{path}.weight"):
+            half = quants.HALVES.get(found.pop())
+            kinds[f"{path}.weight"] = getattr(mx, half) if half else dtype
+    return kinds
+
+
 def _read(
-    module: nn.Module,
     plan: dict[str, list[Piece]],
     formats: dict[str, quants.Format],
+    kinds: dict[str, mx.Dtype],
     shapes: dict[str, tuple[int, ...]],
     config: Config,
     dtype: mx.Dtype,
     precision: Precision,
 ) -> Iterator[tuple[str, mx.array]]:
-    keep = getattr(module, "cast_predicate", lambda _: True)
     with ThreadPoolExecutor(min(os.cpu_count() or 1, 8)) as pool:
 
         def begin(target: str, pieces: list[Piece]) -> Iterator[tuple[str, mx.array]]:
             path = target.removesuffix(".weight")
             if path in formats:
                 return _quantised(path, pieces, formats[path], config, dtype, precision, pool)
-            kind = dtype if keep(target) else mx.float32
-            return iter([(target, _floating(pieces, config, shapes[target], kind, pool))])
+            return _floating(target, pieces, config, shapes[target], kinds[target], pool)
 
         yield from _one_ahead(starmap(begin, plan.items()))
 
@@ -284,7 +299,10 @@ def _reordered(array: Array, order: Array | None) -> Array:
     return np.ascontiguousarray(stretches[..., order, :]).reshape(array.shape)
 
 
-def _floating(pieces: list[Piece], config: Config, shape: tuple[int, ...], dtype: mx.Dtype, pool: Executor) -> mx.array:
+def _floating(
+    target: str, pieces: list[Piece], config: Config, shape: tuple[int, ...], dtype: mx.Dtype, pool: Executor
+) -> Iterator[tuple[str, mx.array]]:
+    """One array, which is read when it is asked for: it may be large, and two of them much."""
     arrays = [_numbers(piece, config, pool) for piece in pieces]
     kinds = {array.dtype for array in arrays}
     if kinds == {np.dtype(np.uint16)}:
@@ -293,7 +311,7 @@ def _floating(pieces: list[Piece], config: Config, shape: tuple[int, ...], dtype
         result = mx.array(_joined([_as_float(array) for array in arrays] if len(kinds) > 1 else arrays))
     result = result.reshape(shape).astype(dtype)
     mx.eval(result)
-    return result
+    yield target, result
 
 
 def _numbers(piece: Piece, config: Config, pool: Executor) -> Array:
