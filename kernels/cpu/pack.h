@@ -53,55 +53,45 @@ inline uint16_t float_to_bfloat(float value) {
   return uint16_t((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
 }
 
-// Codes i to i + 3 of a row, a byte each, i a multiple of 4: MLX writes codes one after the other, from the lowest bit up.
+// Codes i to i + 7 of a row, a byte each, i a multiple of 8: MLX writes codes one after the other, from the lowest bit up.
 template <int bits>
-uint32_t four_codes(const uint8_t* row, int64_t i) {
-  const int64_t at = i * bits;
-  const uint32_t mask = (1u << bits) - 1;
-  const uint8_t* p = row + at / 8;
-  uint32_t some = p[0] | uint32_t(p[1]) << 8;
-  if (bits > 4) some |= uint32_t(p[2]) << 16;
-  if (bits > 6) some |= uint32_t(p[3]) << 24;
-  some >>= at % 8;
-  return (some & mask) | (some << (8 - bits) & mask << 8) | (some << 2 * (8 - bits) & mask << 16) |
-         (some << 3 * (8 - bits) & mask << 24);
-}
-
-// Eight codes of 4 bits, a byte each.
-inline uint64_t spread_nibbles(uint64_t eight) {
-  eight = (eight | eight << 16) & 0x0000ffff0000ffff;
-  eight = (eight | eight << 8) & 0x00ff00ff00ff00ff;
-  return (eight | eight << 4) & 0x0f0f0f0f0f0f0f0f;
+uint64_t eight_codes(const uint8_t* row, int64_t i) {
+  uint32_t first, second = 0;  // not one number in two writes: reading it back would wait for both
+  std::memcpy(&first, row + i * bits / 8, 4);
+  if (bits == 5) second = row[i * bits / 8 + 4];
+  else std::memcpy(&second, row + i * bits / 8 + 4, bits - 4);
+  uint64_t codes = first | uint64_t(second) << 32;
+  if (bits == 8) return codes;
+  const uint64_t fours = (uint64_t(1) << 4 * bits) - 1, one = (1 << bits) - 1, two = (1 << 2 * bits) - 1;
+  const uint64_t pairs = two * 0x0000000100000001, ones = one * 0x0001000100010001;
+  codes = (codes & fours) | codes >> 4 * bits << 32;
+  codes = (codes & pairs) | (codes & pairs << 2 * bits) << (16 - 2 * bits);
+  return (codes & ones) | (codes & ones << bits) << (8 - bits);
 }
 
 // 32 codes of one row to its lane of a unit.
 template <int bits>
 void pack_unit(const uint8_t* row, int64_t from, uint8_t* to) {
-  if (bits == 4) {
-    uint32_t eights[4];
-    std::memcpy(eights, row + from / 2, 16);
-    for (int i = 0; i < 2; i++) {
-      const uint64_t bytes = spread_nibbles(eights[i]) | spread_nibbles(eights[i + 2]) << 4;
-      const uint32_t fours[2] = {uint32_t(bytes), uint32_t(bytes >> 32)};
-      std::memcpy(to + 64 * (2 * i), fours, 4);
-      std::memcpy(to + 64 * (2 * i + 1), fours + 1, 4);
-    }
-    return;
-  }
-  uint32_t fours[8];
-  for (int i = 0; i < 8; i++) fours[i] = four_codes<bits>(row, from + 4 * i);
-  auto store = [&](int place, uint32_t bytes) { std::memcpy(to + 64 * place, &bytes, 4); };
+  uint64_t eights[4];
+  for (int i = 0; i < 4; i++) eights[i] = eight_codes<bits>(row, from + 8 * i);
+  auto store = [&](int place, uint64_t bytes) {
+    const uint32_t words[2] = {uint32_t(bytes), uint32_t(bytes >> 32)};
+    std::memcpy(to + 64 * place, words, 4);
+    std::memcpy(to + 64 * (place + 1), words + 1, 4);
+  };
   if (bits == 8) {
-    for (int i = 0; i < 8; i++) store(i, fours[i]);
+    for (int i = 0; i < 4; i++) store(2 * i, eights[i]);
     return;
   }
-  for (int i = 0; i < 4; i++) store(i, (fours[i] & 0x0f0f0f0f) | (fours[i + 4] & 0x0f0f0f0f) << 4);
+  constexpr uint64_t LOW = 0x0f0f0f0f0f0f0f0f;
+  for (int i = 0; i < 2; i++) store(2 * i, (eights[i] & LOW) | (eights[i + 2] & LOW) << 4);
   uint32_t high[2] = {0, 0};
   for (int i = 0; i < 8; i++) {
-    if (bits == 5) high[0] |= (fours[i] >> 4 & 0x01010101) << i;
-    if (bits == 6) high[i / 4] |= (fours[i] >> 4 & 0x03030303) << 2 * (i % 4);
+    const uint32_t upper = uint32_t(eights[i / 2] >> 32 * (i % 2)) >> 4;
+    if (bits == 5) high[0] |= (upper & 0x01010101) << i;
+    if (bits == 6) high[i / 4] |= (upper & 0x03030303) << 2 * (i % 4);
   }
-  for (int i = 0; i < bits - 4; i++) store(4 + i, high[i]);
+  for (int i = 0; i < bits - 4; i++) std::memcpy(to + 64 * (4 + i), high + i, 4);
 }
 
 // `scales` and `offsets` are [n, k / group], float16 or float32 as the pack says.
