@@ -6,14 +6,20 @@ from pathlib import Path
 import mlx.core as mx
 import mlx.nn as nn
 import pytest
+from gguf.constants import GGMLQuantizationType
 from mlx.utils import tree_flatten
 from mlx_lm.models.llama import TransformerBlock
 
 from metalctl.engine import acceleration, decoder_layers, native_layers, replacing
 from metalctl.engine.decoder_layers import DecoderLayer
+from metalctl.engine.models.checkpoint import Checkpoint
+from metalctl.engine.models.gguf.describe import loaded_bytes
+from metalctl.engine.models.gguf.parts import read_headers
+from metalctl.engine.models.loader import load
 from metalctl.kernels.cpu import library
 from tests.engine import tiny
 from tests.engine.architectures import matching, zoo
+from tests.engine.models.gguf.tiny_models import write
 from tests.kernels.cpu_library import built
 
 TOLERANCE = 1e-4  # of the largest logit: float32 summed in another order
@@ -212,3 +218,21 @@ def test_nothing_is_compiled_on_a_mac(tmp_path: Path, monkeypatch: pytest.Monkey
     acceleration.prepare(tmp_path, lambda message: pytest.fail(message))
     assert not library.loaded()
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("kind", [GGMLQuantizationType.F16, GGMLQuantizationType.BF16])
+def test_matrices_of_16_bits_in_a_gguf_are_packed_as_they_are(kind: GGMLQuantizationType, tmp_path: Path) -> None:
+    path = tmp_path / "x.gguf"
+    write("qwen2", path, kind=lambda name, value: kind if value.ndim > 1 else GGMLQuantizationType.F32)
+    checkpoint = Checkpoint(str(path), "gguf", path, (path,))
+    packed = load(checkpoint).model
+    library.unload()
+    plain = load(checkpoint).model
+    library.load(built())
+    layer = packed.model.layers[0].mlp.down_proj
+    assert layer.native.layout.format.name == kind.name
+    assert plain.model.layers[0].mlp.down_proj.weight.dtype == mx.float32
+    told = loaded_bytes(read_headers([path])[0], "size", 4, halves_stay=True)
+    assert told == pytest.approx(parameter_bytes(packed), rel=0.02)
+    ids = mx.array([[3, 1, 4, 1, 5]])
+    assert replacing.difference(plain(ids), packed(ids)) < TOLERANCE
