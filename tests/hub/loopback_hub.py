@@ -94,6 +94,7 @@ class Hub:
         self.sent = 0  # bytes of files
         self.url = ""
         self.slow: float = 0.0  # seconds to wait after each piece of a file
+        self.most: int | None = None  # bytes of files to send; what goes beyond waits until this is None
         self.ranges = True
         self.storage: str | None = None  # address that large files are redirected to, as both hubs do
         self.cas: str | None = None  # address of a Xet store, for files that have a hash there
@@ -127,6 +128,10 @@ class Hub:
     def add_sent(self, count: int) -> None:
         with self._lock:
             self.sent += count
+
+    @property
+    def is_held(self) -> bool:
+        return self.most is not None and self.sent >= self.most
 
 
 @contextmanager
@@ -330,9 +335,11 @@ class _Handler(BaseHTTPRequestHandler):
                 piece = piece[:-1] + bytes([piece[-1] ^ 1])
             self.wfile.write(piece)
             self.hub.add_sent(len(piece))
-            if self.hub.slow:
+            if self.hub.slow or self.hub.is_held:
                 self.wfile.flush()
                 time.sleep(self.hub.slow)
+            while self.hub.is_held:
+                time.sleep(0.01)
             if not left:
                 break
         self.wfile.flush()

@@ -366,9 +366,9 @@ def test_a_package_is_pulled_listed_shown_and_removed(
 def test_an_interrupted_pull_says_so_and_goes_on_later(hf: Hub, run: Run) -> None:
     files = gguf_repository(size=32 * 100_000)
     hf.repository("o/gguf").commit(files)
-    hf.slow = 0.05
+    hf.most = 1_000_000
     process = started("pull", "o/gguf:Q8_0")
-    while hf.sent < 1_000_000:
+    while not hf.is_held:
         time.sleep(0.02)
     process.send_signal(signal.SIGINT)
     out, err = process.communicate(timeout=20)
@@ -377,7 +377,7 @@ def test_an_interrupted_pull_says_so_and_goes_on_later(hf: Hub, run: Run) -> Non
     assert "What has arrived is kept" in err
     assert "Traceback" not in err
     assert run("pull", "o/gguf:Q8_0", "--offline")[1][-1]["error"]["type"] == "incomplete_model"
-    hf.slow, hf.sent = 0, 0
+    hf.most, hf.sent = None, 0
     code, lines = run("pull", "o/gguf:Q8_0")
     assert code == 0
     assert hf.sent < len(files[FILE])
@@ -391,14 +391,14 @@ def test_a_killed_pull_leaves_nothing_that_looks_complete_and_goes_on_later(
     chosen = {"hf": hf, "ms": ms}[hub]
     files = gguf_repository(size=32 * 200_000)
     chosen.repository("o/gguf").commit(files)
-    chosen.slow = 0.05
+    chosen.most = 3_000_000
     process = started("pull", f"{hub}:o/gguf:Q8_0")
-    while chosen.sent < 3_000_000:
+    while not chosen.is_held:
         time.sleep(0.02)
     process.kill()
     process.communicate(timeout=20)
     assert run("pull", f"{hub}:o/gguf:Q8_0", "--offline")[0] == 3
-    chosen.slow, chosen.sent = 0, 0
+    chosen.most, chosen.sent = None, 0
     code, lines = run("pull", f"{hub}:o/gguf:Q8_0")
     assert code == 0
     assert chosen.sent < len(files[FILE])
